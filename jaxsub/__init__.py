@@ -1,0 +1,51 @@
+"""jaxsub: a loss and a memory budget go in; the same function comes out, with a gradient that fits."""
+
+import importlib
+from types import ModuleType
+
+from jaxsub import planners, policies
+from jaxsub.api import Sublinear, jit, measure, plan, sublinear
+from jaxsub.budget import Budget
+from jaxsub.errors import (
+    BudgetError,
+    InfeasibleBudgetError,
+    JaxsubError,
+    PlanMismatchError,
+    PlannerError,
+    UnsupportedError,
+    VerificationError,
+)
+from jaxsub.explain import explain, residuals
+from jaxsub.frontier import frontier
+from jaxsub.plan import Measurement, Plan, Segment
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "InfeasibleBudgetError",
+    "JaxsubError",
+    "Measurement",
+    "Plan",
+    "PlanMismatchError",
+    "PlannerError",
+    "Segment",
+    "Sublinear",
+    "UnsupportedError",
+    "VerificationError",
+    "explain",
+    "frontier",
+    "jit",
+    "measure",
+    "plan",
+    "planners",
+    "policies",
+    "residuals",
+    "sublinear",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `jaxsub.flax` when it is asked for: Flax is optional."""
+    if name != "flax":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("jaxsub.flax")

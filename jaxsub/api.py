@@ -1,0 +1,415 @@
+"""The public calls, in order and nothing else: trace, cut, price, plan, verify, emit.
+
+Traces and plans are kept with the function they belong to, by the shapes of its arguments: a second call with the same
+shapes traces and plans nothing. Verified plans and prices are kept on disk too (`cache=`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxsub import compat
+from jaxsub import verify as verifying
+from jaxsub.budget import Budget
+from jaxsub.compiled import measure_compiled
+from jaxsub.emit import emit, keep_out
+from jaxsub.errors import JaxsubError, UnsupportedError
+from jaxsub.plan import Measurement, Plan
+from jaxsub.planners import Planner, get
+from jaxsub.pricing import Pricer
+from jaxsub.program import Program, trace
+from jaxsub.statics import Statics
+from jaxsub.store import Store, open_store
+from jaxsub.targets import Target, get_target
+
+AnyCache = bool | str | os.PathLike[str] | Store
+AnyBudget = str | int | float | None | Budget
+Mirror = Sequence[int] | Callable[..., int]
+PROGRESS_DELAY_SECONDS = 2.0
+"""Planning that takes less than this shows nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to plan: what `sublinear` and `plan` have in common; see `sublinear`."""
+
+    budget: Budget = field(default_factory=Budget)
+    planner: str | Planner = "auto"
+    plan: Plan | None = None
+    mirror: Mirror | None = None
+    verify: bool | None = None
+    target: Any = None
+    argnums: int | tuple[int, ...] = 0
+    cache: bool | str | os.PathLike[str] | Store = True
+    progress: bool = True
+
+
+def make_plan(program: Program, settings: Settings) -> Plan:
+    """Plan a traced program.
+
+    A program that cannot be differentiated, forward-only as a `while` loop makes it, is left as it is: JAX says why to
+    whoever asks for its gradient.
+    """
+    if settings.plan is not None:
+        return settings.plan
+    if settings.mirror is not None:
+        return _mirrored(program, settings)
+    if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
+        return verifying.finish(program, _untouched(program), settings.budget)
+    if compat.checkpoint_saves_nothing():
+        warnings.warn(f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
+                      "turn jax_remat3 off, or use JAX 0.11.2 or later.", stacklevel=2)  # fmt: skip
+    settings = replace(settings, verify=_may_verify(program, settings))
+    try:
+        return _planned(program, settings)
+    except JaxsubError:
+        raise
+    except (ValueError, TypeError, NotImplementedError):
+        if verifying.has_gradient(program):
+            raise
+        return verifying.finish(program, _untouched(program), settings.budget)
+
+
+def _planned(program: Program, settings: Settings) -> Plan:
+    budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
+    with _progress(settings) as step:
+        pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step)
+        verifier = verifying.Verifier(pricer)
+        planner, cuts = _once(program, get(settings.planner)), _cuts(program)
+        if budget == Budget():
+            plan = verifying.settle(pricer, cuts[0], planner, None)
+            if settings.verify:
+                plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
+            return verifying.finish(program, plan, budget)
+        if settings.verify is False:
+            return _trusted(program, pricer, planner, cuts[0], budget)
+        plain = verifier.measure(verifier.plain())
+        n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
+        return verifying.fit(verifier, planner, budget, n_bytes, cuts)
+
+
+def _untouched(program: Program) -> Plan:
+    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
+
+
+def _may_verify(program: Program, settings: Settings) -> bool | None:
+    """What is asked of verification, `False` where the program alone cannot be compiled; the user is told."""
+    if settings.verify is False or not compat.names_axes(program.traced):
+        return settings.verify
+    told = (
+        "This function uses named axes (of jax.shard_map, or of jax.vmap with collectives): it cannot be compiled "
+        "outside of them, so its plan cannot be measured."
+    )
+    if settings.verify:
+        raise UnsupportedError(f"{told} Put sublinear round the shard_map or vmap, or pass verify=False.")
+    if settings.budget != Budget():
+        warnings.warn(f"{told} The plan keeps to the budget by prediction; pass verify=False to say so.", stacklevel=2)
+        return False
+    return None
+
+
+def _pinned(program: Program) -> list[int]:
+    return [node.index for node in program.graph.nodes if not node.can_recompute]
+
+
+def _cuts(program: Program) -> list[tuple[int, ...]]:
+    """Ways to cut a program; what must run once is a stage of its own."""
+    required = {i + after for i in _pinned(program) for after in (0, 1)}
+    return [tuple(sorted({*cuts, *required})) for cuts in verifying.cut_choices(program)]
+
+
+def _once(program: Program, planner: Planner) -> Planner:
+    """A planner whose segments leave out what must run once."""
+    pinned = _pinned(program)
+    return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
+
+
+def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[int], budget: Budget) -> Plan:
+    """Plan by prediction alone."""
+    chain = pricer.chain(cuts)
+    plain = get("plain")(chain, None)
+    n_bytes = budget.n_bytes
+    if n_bytes is None:
+        n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
+    if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
+        return verifying.finish(program, plain, budget)
+    return verifying.finish(program, planner(chain, n_bytes), budget)
+
+
+def _mirrored(program: Program, settings: Settings) -> Plan:
+    """The user's own m(v): a sequence, or a function of nodes (the paper's section 4.5)."""
+    nodes = program.graph.nodes
+    mirror = settings.mirror
+    counts = [mirror(node) for node in nodes] if callable(mirror) else list(mirror or ())
+    if len(counts) != len(nodes):
+        raise ValueError(f"mirror= gives {len(counts)} counts, but the function has {len(nodes)} equations.")
+    plan = Plan.from_mirror_counts(counts, fingerprint=program.fingerprint, budget=settings.budget)
+    if settings.verify:
+        verifier = verifying.Verifier(Pricer(program, get_target(settings.target), store=open_store(settings.cache)))
+        plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
+    return verifying.finish(program, plan, settings.budget)
+
+
+class _progress:
+    """Show what is being compiled while planning takes long; on the terminal, never in the result."""
+
+    def __init__(self, settings: Settings):
+        self.bar = tqdm(desc="jaxsub: planning", unit=" compiles", delay=PROGRESS_DELAY_SECONDS, leave=False,
+                        disable=not settings.progress)  # fmt: skip
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self.step
+
+    def step(self, label: str) -> None:
+        """Count one compile."""
+        self.bar.set_postfix_str(label, refresh=False)
+        self.bar.update()
+
+    def __exit__(self, *exc: object) -> None:
+        self.bar.close()
+
+
+class Sublinear:
+    """A function whose gradient fits a budget; made by `sublinear`.
+
+    Attributes:
+        fun: The function as it was.
+        settings: How it is planned.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], settings: Settings, static_argnums: Sequence[int], static_argnames: Sequence[str]
+    ):
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.settings = settings
+        self._statics = Statics.of(fun, static_argnums, static_argnames)
+        self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
+        self._plans: dict[str, Plan] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; its gradient keeps to the plan."""
+        program, run, _ = self._prepare(args, kwargs)
+        _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        outputs = run(*program.consts, *jax.tree.leaves((dynamic_args, dynamic_kwargs)))
+        return jax.tree.unflatten(program.out_tree, outputs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes: arrays or `jax.ShapeDtypeStruct`s."""
+        return self._prepare(args, kwargs)[2]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"sublinear({getattr(self.fun, '__qualname__', self.fun)!s}, budget={self.settings.budget!s})"
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Callable[..., Any], Plan]:
+        statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
+        key = (statics, tree, tuple(map(_type_of, leaves)), compat.trace_context())
+        if key in self._ready:
+            return self._ready[key]
+        argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
+        program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
+        plan = self._plans.get(program.fingerprint)
+        if plan is None:
+            plan = self._plans[program.fingerprint] = make_plan(program, self.settings)
+        run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
+        if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
+            self._ready[key] = (program, run, plan)
+        return program, run, plan
+
+
+def sublinear(
+    fun: Callable[..., Any] | None = None,
+    *,
+    budget: AnyBudget = None,
+    planner: str | Planner = "auto",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    mirror: Mirror | None = None,
+    verify: bool | None = None,
+    target: Any = None,
+    argnums: int | Sequence[int] = 0,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    cache: bool | str | os.PathLike[str] | Store = True,
+    progress: bool = True,
+) -> Any:
+    """Return the same function with a gradient that fits a memory budget.
+
+    The function is traced, its intermediates are priced, a plan is made of what to save and what to recompute, and the
+    function is put together again with nested `jax.checkpoint` regions and gradient barriers. Arguments, results
+    and gradients stay what they are. With a budget in bytes, or a fraction, the plan is compiled and measured first.
+    Under `jax.vmap` the budget is that of one example: put `sublinear` round the mapped function to budget the whole.
+
+    Args:
+        fun: The function, usually a loss. Left out, a decorator is returned.
+        budget: What the compiler may allocate for its `value_and_grad` beside arguments and outputs: `"8GiB"`, an int
+            of bytes, a float in (0, 1] (the fraction of what it needs now), or `None` for the least that at most one
+            extra forward pass buys.
+        planner: A planner's name or a planner; `jaxsub.planners.names()` lists them.
+        plan: A plan made before, or the path of one that `Plan.save` wrote; nothing is planned then.
+        mirror: The user's own mirror counts m(v): one for each equation, or a function of a `jaxsub.graph.Node`.
+        verify: Whether to compile the plan and measure it. `None`: where the budget is bytes or a fraction. `False`
+            trusts predictions, made without any compiler.
+        target: The device to plan for, such as `"h100"`; `None` for the one in use.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`; 0 means the first that is not static.
+        static_argnums: Positions of arguments that are no arrays; they must be hashable.
+        static_argnames: Names of such arguments.
+        cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
+            or a directory.
+        progress: Whether to show a progress bar when planning takes long.
+
+    Returns:
+        A function with the same signature; its method `plan(*args)` returns the plan it uses.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        InfeasibleBudgetError: At the first call, if no plan fits; it says the least that would.
+        UnsupportedError: At the first call, if something in the function cannot be supported.
+        PlanMismatchError: At the first call, if `plan` was made for another function.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> @jaxsub.sublinear
+        ... def loss(w, x):
+        ...     for _ in range(4):
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> jax.grad(loss)(jnp.eye(2), jnp.ones((3, 2))).shape
+        (2, 2)
+
+    References:
+        Chen, Xu, Zhang, Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    if fun is not None and not callable(fun):
+        raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
+    settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
+                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress)  # fmt: skip
+    get(planner)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if fun is None:
+        return lambda f: Sublinear(f, settings, numbers, names)
+    return Sublinear(fun, settings, numbers, names)
+
+
+def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
+         mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
+         cache: AnyCache = True, progress: bool = True, **kwargs: Any) -> Plan:  # fmt: skip
+    """Plan a function without running it.
+
+    Args:
+        fun: The function.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        budget: As for `sublinear`, and so are the options that follow.
+        planner: As for `sublinear`.
+        mirror: As for `sublinear`.
+        verify: As for `sublinear`.
+        target: As for `sublinear`.
+        argnums: As for `sublinear`.
+        cache: As for `sublinear`.
+        progress: As for `sublinear`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The plan; print it, save it, or pass it to `sublinear(plan=...)`.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        InfeasibleBudgetError: If no plan fits; it says the least that would.
+        UnsupportedError: If something in the function cannot be supported.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> plan = jaxsub.plan(
+        ...     lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum(), jnp.eye(2), jnp.ones((3, 2)), verify=False
+        ... )
+        >>> plan.n_nodes
+        5
+    """
+    wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
+                        argnums=argnums, cache=cache, progress=progress)  # fmt: skip
+    found: Plan = wrapped.plan(*args, **kwargs)
+    return found
+
+
+def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = None, argnums: int | Sequence[int] = 0,
+            **kwargs: Any) -> Measurement:  # fmt: skip
+    """Compile the gradient of a function and read what the compiler allocates; nothing is run.
+
+    Args:
+        fun: The function: plain, `sublinear`, or with checkpoints made by hand. Its gradient is `jax.value_and_grad` of
+            a scalar result, or of the first of a pair (loss, aux); of anything else the vector-Jacobian product.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        target: The device to compile for; `None` for the one in use.
+        argnums: The arguments the gradient is taken of.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes, FLOPs and the time the compile took.
+
+    Raises:
+        UnsupportedError: If nothing can be differentiated, or the compiler does not say what it allocates.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> jaxsub.measure(lambda w: jnp.tanh(w).sum(), jnp.ones((8, 8))).output_bytes >= 256
+        True
+    """
+    program = trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums))
+    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
+    return measure_compiled(*verifying.gradient(program, emit(program, empty)), get_target(target))
+
+
+def jit(fun: Callable[..., Any] | None = None, **jit_kwargs: Any) -> Any:
+    """`jax.jit` for functions with rematerialisation: on the CPU, JAX 0.10 to 0.11.0 would undo it without an option.
+
+    Args:
+        fun: The function, usually a whole train step. Left out, a decorator is returned.
+        **jit_kwargs: As for `jax.jit`.
+
+    Returns:
+        The compiled function, as `jax.jit` makes it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> step = jaxsub.jit(jax.grad(jaxsub.sublinear(lambda w: jnp.tanh(w).sum())))
+        >>> step(jnp.zeros(3)).tolist()
+        [1.0, 1.0, 1.0]
+    """
+    if fun is None:
+        return functools.partial(jit, **jit_kwargs)
+    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+    if options:
+        jit_kwargs["compiler_options"] = {**options, **(jit_kwargs.get("compiler_options") or {})}
+    return jax.jit(fun, **jit_kwargs)
+
+
+def _type_of(leaf: Any) -> Any:
+    """What of an argument a trace depends on."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        return type(leaf)  # no array: `trace` says what is wrong with it
+
+
+def _named(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    run.__name__ = run.__qualname__ = f"sublinear_{getattr(fun, '__name__', 'function')}"
+    return run
+
+
+def _read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(os.fspath(plan))

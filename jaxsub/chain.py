@@ -1,0 +1,398 @@
+"""A chain: stages, what each may save, and what it all costs. This is all that a planner sees.
+
+A program is cut into **stages** at points where few bytes cross; stage `s` runs forward from what crosses cut `s`
+and its backward pass runs from the cotangents of what crosses cut `s + 1`. A planner answers with a sequence of
+`Run`s that covers the stages. A run is one of three things:
+
+* a **region** with an `Option`: one `jax.checkpoint` that saves the option's values and recomputes the rest;
+* a **nest**, with children: one `jax.checkpoint` that saves nothing, and inside it, when its backward pass has
+  run it forward again, its children hold;
+* **unwrapped**, with neither: what the compiler keeps of it stays until its backward pass.
+
+`predict` replays such a sequence in exact bytes: the peak of what the compiler will allocate beside arguments
+and outputs, and the FLOPs of what is executed again.
+
+Sources: the chain model of Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous
+chains* (2019), with options inside stages as in Zhao et al., *Rockmate* (ICML 2023). Ours in addition: values that
+cross many cuts are counted once where they are made, cotangents that pass over a stage, and weights that several
+stages share, whose running gradient sum stands beside each new contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxsub.errors import PlannerError
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How a loop of known length runs: all its steps kept, each executed again, or blocks of steps executed again.
+
+    Attributes:
+        node: Its node, counted from the first node of the stage in an `Option`, and of the program in a `Plan`.
+        blocks: Steps in each block, outermost blocks first, each size smaller than the one before; every block is a
+            region that saves what it starts from.
+        is_recomputed: Whether each step is a region too.
+        saved: What such a step saves, as offsets from the first value its body makes.
+        kept_steps: How many of the steps executed last stand outside all blocks and keep what their backward pass
+            reads.
+        kept_saved: What each of those saves, in a region of its own; where empty, they keep whatever the compiler
+            likes.
+        inner: Loops inside its body; their nodes are the body's.
+    """
+
+    node: int
+    blocks: tuple[int, ...] = ()
+    is_recomputed: bool = False
+    saved: tuple[int, ...] = ()
+    kept_steps: int = 0
+    kept_saved: tuple[int, ...] = ()
+    inner: tuple[Loop, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a region.
+
+    Attributes:
+        saved: The values it saves, as offsets from the first value the region makes.
+        saved_bytes: What it keeps from its forward to its backward pass beyond what crosses the cuts.
+        transient_bytes: What its own backward pass allocates, the saved values included.
+        recompute_flops: FLOPs executed again in its backward pass, after dead-code elimination, elementwise work
+            weighed as `jaxsub.flops.ELEMENTWISE_WEIGHT` says.
+        recompute_seconds: The same in seconds, where known.
+        loops: How loops in it run, where not plainly.
+        loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
+        is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
+    """
+
+    saved: tuple[int, ...] = ()
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    recompute_flops: float = 0.0
+    recompute_seconds: float = 0.0
+    loops: tuple[Loop, ...] = ()
+    loop_flops: float = 0.0
+    is_region: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of nodes between two cuts.
+
+    Attributes:
+        start: Its first node.
+        stop: The node after its last.
+        kind: Stages of one kind are the same program; they share every figure.
+        forward_flops: FLOPs of its forward pass.
+        tail_flops: FLOPs of what its own backward pass reads, when nothing of it is saved and its outputs are not
+            wanted again: what recomputing it costs where it stands last in a region.
+        forward_bytes: What its forward pass alone allocates beside its inputs and outputs.
+        transient_bytes: What its backward pass allocates when nothing of it is saved: recomputation included.
+        keep_bytes: What the compiler keeps of it until its backward pass when it stands unwrapped.
+        keep_transient_bytes: What its backward pass then allocates, the kept included.
+        shared_weight_bytes: Bytes of its differentiated inputs that other stages read too.
+        made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
+        first_value: The first value it makes; options' offsets count from there.
+        hoisted_bytes: What the compiler makes for it when the program starts, and keeps until its backward pass, when
+            it stands in a region: arrays that wait for nothing. The options of items count it in their saved bytes.
+    """
+
+    start: int
+    stop: int
+    kind: int = 0
+    forward_flops: float = 1.0
+    tail_flops: float = 1.0
+    forward_bytes: int = 0
+    transient_bytes: int = 0
+    keep_bytes: int = 0
+    keep_transient_bytes: int = 0
+    shared_weight_bytes: int = 0
+    made_bytes: int = 0
+    first_value: int = 0
+    hoisted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A run of stages that may stand as one region at the top level, and its options.
+
+    Attributes:
+        start: Its first stage.
+        stop: The stage after its last.
+        options: What it may save; the first saves least.
+    """
+
+    start: int
+    stop: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Values made in one stage and last used in another: they cross every cut between.
+
+    Attributes:
+        made: The stage that makes them.
+        last: The last stage that reads them; the number of stages for outputs of the program.
+        n_bytes: Their bytes beside the program's outputs.
+        cotangent_bytes: Bytes of their cotangents; 0 where no gradient flows.
+    """
+
+    made: int
+    last: int
+    n_bytes: int
+    cotangent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A planner's answer for stages `start` to `stop - 1`; see the module docstring.
+
+    Attributes:
+        start: Its first stage.
+        stop: The stage after its last.
+        option: The option of a region; `None` for a nest or an unwrapped run.
+        children: What holds inside a nest; they cover its stages.
+    """
+
+    start: int
+    stop: int
+    option: Option | None = None
+    children: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan is expected to cost.
+
+    Attributes:
+        temp_bytes: Peak of what the compiler allocates beside arguments and outputs.
+        extra_flops: FLOPs executed again, elementwise work weighed down.
+        forward_flops: FLOPs of one forward pass, weighed alike.
+        peak_at: The stage whose forward or backward pass holds the peak.
+        origin: Where the figures come from: `analytic`, `compiled` or `measured`.
+    """
+
+    temp_bytes: int
+    extra_flops: float
+    forward_flops: float
+    peak_at: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages, items and crossings of one program; planners read nothing else.
+
+    Attributes:
+        stages: The stages, in order; they cover the program.
+        items: Runs of stages that may stand as one region at the top level, in any order.
+        crossings: What crosses the cuts.
+        fingerprint: The program's fingerprint; plans carry it.
+        origin: Where the costs come from: `analytic`, `compiled` or `measured`.
+    """
+
+    stages: tuple[Stage, ...]
+    items: tuple[Item, ...]
+    crossings: tuple[Crossing, ...]
+    fingerprint: str = "by hand"
+    origin: str = "by hand"
+
+    def __post_init__(self) -> None:
+        n = len(self.stages)
+        faults = [
+            f"stage {s} does not start where stage {s - 1} stops"
+            for s in range(1, n)
+            if self.stages[s].start != self.stages[s - 1].stop
+        ]
+        faults += [f"{c} does not run forward" for c in self.crossings if not 0 <= c.made < c.last <= n]
+        faults += [f"{i.start}:{i.stop} is no run of stages" for i in self.items if not 0 <= i.start < i.stop <= n]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one forward pass through all stages."""
+        return float(sum(stage.forward_flops for stage in self.stages))
+
+    @cached_property
+    def crossing_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes made in stages `s .. q - 1` that cross cut `q`; shape (n, n + 1), zero for q <= s."""
+        return self._made_and_crossing([c.n_bytes for c in self.crossings])
+
+    @cached_property
+    def cotangent_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes of cotangents of what stages `s .. q - 1` make and others at or after `q` read."""
+        return self._made_and_crossing([c.cotangent_bytes for c in self.crossings])
+
+    @cached_property
+    def passing_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes of cotangents that stand while `s .. q - 1` runs backward: made before `s`, used from `q`."""
+        n = len(self.stages)
+        table = np.zeros((n + 1, n + 2), dtype=np.int64)
+        for c in self.crossings:
+            table[c.made + 1, c.last] += c.cotangent_bytes
+        # made < s  and  last >= q
+        table = np.cumsum(table, axis=0)
+        return np.cumsum(table[:, ::-1], axis=1)[:, ::-1][:n, : n + 1]
+
+    def held_bytes(self, cut: int) -> int:
+        """Bytes of the cotangents that stand when the backward pass reaches cut `cut`."""
+        return int(self.cotangent_bytes[0, cut]) if cut else 0
+
+    def region_forward_bytes(self, start: int, stop: int) -> int:
+        """What running stages `start .. stop - 1` forward allocates when nothing inside is kept."""
+        inside = [int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop)]
+        return max(inside)
+
+    def plain(self) -> tuple[Run, ...]:
+        """The runs of no rematerialisation at all: every stage unwrapped."""
+        return tuple(Run(s, s + 1) for s in range(len(self.stages)))
+
+    def recompute(self, stage: int) -> Run:
+        """The run that keeps nothing of one stage."""
+        s = self.stages[stage]
+        return Run(stage, stage + 1, Option((), s.hoisted_bytes, s.transient_bytes, s.tail_flops))
+
+    def nest(self, start: int, stop: int, children: Sequence[Run] = ()) -> Run:
+        """A region over stages `start .. stop - 1` that saves nothing; unwrapped inside unless children say more."""
+        return Run(start, stop, None, tuple(children) or tuple(Run(s, s + 1) for s in range(start, stop)))
+
+    def _made_and_crossing(self, sizes: Sequence[int]) -> np.ndarray:
+        n = len(self.stages)
+        table = np.zeros((n, n + 1), dtype=np.int64)
+        for c, size in zip(self.crossings, sizes, strict=True):
+            table[c.made, c.made + 1 : c.last + 1] += size
+        # rows from the bottom up: made in s .. q-1; a value is in the table only for q > made
+        return np.cumsum(table[::-1], axis=0)[::-1].copy()
+
+
+def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
+    """Refuse runs that do not cover the stages, or that save values inside a nest.
+
+    Raises:
+        PlannerError: With every fault found.
+    """
+    faults = list(_faults(runs, 0, len(chain.stages), depth=0))
+    if faults:
+        raise PlannerError("the planner's runs do not hold together: " + "; ".join(faults))
+
+
+def _faults(runs: Sequence[Run], start: int, stop: int, depth: int) -> Iterator[str]:
+    at = start
+    for run in runs:
+        if run.start != at or run.stop <= run.start:
+            yield f"run {run.start}:{run.stop} does not follow on stage {at}"
+        at = run.stop
+        if run.children and run.option is not None:
+            yield f"run {run.start}:{run.stop} is both a region with an option and a nest"
+        if depth and run.option is not None and run.option.saved:
+            yield f"run {run.start}:{run.stop} saves values inside a nest"
+        if run.children:
+            yield from _faults(run.children, run.start, run.stop, depth + 1)
+    if at != stop:
+        yield f"the runs end at stage {at}, not {stop}"
+
+
+def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
+    """Replay runs in exact bytes.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages.
+
+    Returns:
+        The predicted peak and the FLOPs executed again.
+
+    Raises:
+        PlannerError: If the runs do not hold together.
+
+    Example:
+        >>> chain = Chain(
+        ...     (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3)),
+        ...     (),
+        ...     (Crossing(0, 1, 1, 1),),
+        ... )
+        >>> predict(chain, chain.plain()).temp_bytes
+        12
+    """
+    check_runs(chain, runs)
+    peak, at = max(_peaks(chain, runs, stored=0, held=0, is_top=True))
+    return Prediction(int(peak), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
+
+
+def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
+    """FLOPs that runs execute again.
+
+    A nest costs one forward pass of its stages, of the last one only what its backward pass reads; what stands last
+    in a nest is paid for by that.
+    """
+    total = 0.0
+    for position, run in enumerate(runs):
+        if run.children:
+            total += sum(s.forward_flops for s in chain.stages[run.start : run.stop - 1])
+            total += chain.stages[run.stop - 1].tail_flops + extra_flops(chain, run.children, is_top=False)
+        elif run.option is not None:
+            is_paid = not is_top and position == len(runs) - 1
+            total += run.option.loop_flops if is_paid else run.option.recompute_flops
+    return total
+
+
+def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bool) -> Iterator[tuple[int, int]]:
+    """Yield (bytes, stage) at every forward and backward step of the runs.
+
+    `stored` is what stands around the scope, its own input included; `held` the cotangents at its end. The last run
+    of a scope starts its backward pass at once, so its forward pass is part of its transient.
+    """
+    before = []
+    for position, run in enumerate(runs):
+        before.append(stored)
+        is_last = position == len(runs) - 1
+        if not is_last or run.children:
+            yield stored + held + chain.region_forward_bytes(run.start, run.stop), run.start
+        stored += int(chain.crossing_bytes[run.start, run.stop]) + kept_bytes(chain, run)
+    for position, run in reversed(list(enumerate(runs))):
+        is_last = position == len(runs) - 1
+        if run.children:
+            held_inside = chain.held_bytes(run.stop)
+            yield from _peaks(chain, run.children, before[position], held_inside, is_top=False)
+            continue
+        for stage, transient, stored_inside in _backward(chain, run, is_last):
+            around = int(chain.passing_bytes[stage, run.stop if run.option else stage + 1])
+            shared = sum(2 * s.shared_weight_bytes for s in _stages(chain, run, stage))
+            yield before[position] + stored_inside + transient + around + shared, stage
+
+
+def kept_bytes(chain: Chain, run: Run) -> int:
+    """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
+    if run.children:
+        return sum(s.hoisted_bytes for s in chain.stages[run.start : run.stop])
+    if run.option is not None:
+        return run.option.saved_bytes
+    inside = sum(chain.stages[s].keep_bytes for s in range(run.start, run.stop))
+    crossing = int(chain.crossing_bytes[run.start, run.stop])
+    made = sum(int(chain.crossing_bytes[s, s + 1]) for s in range(run.start, run.stop))
+    return inside + max(0, made - crossing)
+
+
+def _backward(chain: Chain, run: Run, is_last: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (stage, transient, stored inside the run before it) for each backward step of a region or unwrapped run."""
+    if run.option is not None:
+        yield run.start, run.option.transient_bytes, 0
+        return
+    stored = 0
+    for s in range(run.start, run.stop):
+        stage = chain.stages[s]
+        at_once = is_last and s == run.stop - 1
+        yield s, stage.transient_bytes if at_once else stage.keep_transient_bytes, stored
+        stored += stage.keep_bytes + int(chain.crossing_bytes[s, s + 1])
+
+
+def _stages(chain: Chain, run: Run, stage: int) -> Sequence[Stage]:
+    return chain.stages[run.start : run.stop] if run.option else chain.stages[stage : stage + 1]

@@ -1,0 +1,246 @@
+"""What differs between JAX versions, in one place: the only file that asks for a version or touches `jax._src`.
+
+Each function says which versions need it, so that it can go when they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+
+try:
+    from jax._src import config as jax_config
+    from jax._src import source_info_util
+except ImportError:  # private: may go in any version
+    jax_config = source_info_util = None  # type: ignore[assignment]
+
+# Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
+NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+
+# Compiler options
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Read the leading numbers of a version: `"0.11.0.dev3"` is `(0, 11, 0)`."""
+    numbers: list[int] = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
+    """Options for a compile on the CPU that keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
+
+    Those versions expand optimization barriers before a later pass merges equal expressions, so every straight-line
+    recomputation is merged away. Other backends refuse to compile without that pass: never give them this option.
+
+    Args:
+        version: The JAX version to decide for.
+
+    Returns:
+        Options for `jax.stages.Lowered.compile`.
+
+    Example:
+        >>> cpu_compiler_options("0.10.2")
+        {'xla_disable_hlo_passes': 'cse_barrier_expander'}
+        >>> cpu_compiler_options("0.11.2")
+        {}
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if (0, 10) <= version_of(version) <= (0, 11, 0) else {}
+
+
+def remat_flavour() -> str:
+    """Which of JAX's two `jax.checkpoint`s is in use; what was measured with one says nothing of the other."""
+    return "remat3" if getattr(jax.config, "jax_remat3", False) else "remat2"
+
+
+def checkpoint_saves_nothing(version: str = jax.__version__) -> bool:
+    """Whether regions save no memory now: with `jax_remat3`, JAX before 0.11 puts no barrier in their backward pass."""
+    return remat_flavour() == "remat3" and version_of(version) < (0, 11)
+
+
+def ignores_policies() -> bool:
+    """Whether `jax.checkpoint` ignores policies other than its own now: with `jax_remat3`, before 0.12.
+
+    They are dropped silently, as if nothing were saveable; so a policy is watched for whether it is ever asked.
+    """
+    return bool(getattr(jax.config, "jax_remat3", False)) and _asks_no_policy()
+
+
+@functools.cache
+def _asks_no_policy() -> bool:
+    asked: list[Any] = []
+
+    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+        asked.append(primitive)
+        return False
+
+    jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x: jax.numpy.sin(jax.numpy.sin(x)), policy=policy)))(1.0)
+    return not asked
+
+
+# Jaxprs
+
+
+def new_var(aval: Any) -> Any:
+    """A fresh variable; `jax.extend.core.Var` is semi-public, its constructor takes an aval first in every version."""
+    return jex_core.Var(aval)
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a variable rather than a literal."""
+    return not isinstance(atom, jex_core.Literal)
+
+
+def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any) -> Any:
+    """A jaxpr without constants over given equations; effects on references made inside stay inside.
+
+    Args:
+        eqns: Its equations, in order.
+        invars: Its inputs.
+        outvars: Its outputs, variables or literals.
+        like: A jaxpr whose debug information it carries on.
+    """
+    effects = frozenset(e for eqn in eqns for e in eqn.effects if getattr(e, "input", None) in (None, *invars))
+    debug = jex_core.DebugInfo(like.debug_info.traced_for, like.debug_info.func_src_info,
+                               ("",) * len(invars), ("",) * len(outvars))  # fmt: skip
+    return jex_core.Jaxpr((), tuple(invars), tuple(outvars), list(eqns), effects=effects, debug_info=debug)
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """The open jaxpr of a closed one, an open one itself; one class from 0.11 on, where `.jaxpr` is the same object."""
+    return getattr(closed, "jaxpr", closed)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype, and inside `shard_map` the axes that it varies over, which JAX checks."""
+    manual = getattr(aval, "manual_axis_type", None)
+    varies = {"manual_axis_type": manual, "sharding": aval.sharding} if getattr(manual, "varying", ()) else {}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **varies)
+
+
+def fence(values: Sequence[Any]) -> list[Any]:
+    """Put values behind one barrier; behind one for each kind where JAX would change their types.
+
+    Inside `shard_map`, JAX 0.10 makes all that stands behind one barrier vary over the same axes.
+    """
+    types = [jax.typeof(x) for x in values]
+    fenced = list(jax.lax.optimization_barrier(list(values)))
+    if [jax.typeof(x) for x in fenced] == types:
+        return fenced
+    axes = [frozenset(t.manual_axis_type.varying) for t in types]
+    for kind in dict.fromkeys(axes):
+        places = [i for i, a in enumerate(axes) if a == kind]
+        for i, x in zip(places, jax.lax.optimization_barrier([values[i] for i in places]), strict=True):
+            fenced[i] = x
+    return fenced
+
+
+def names_axes(jaxpr: Any) -> bool:
+    """Whether a jaxpr means something only under named axes: those of `shard_map`, or of `vmap` with collectives."""
+    varies = (getattr(getattr(v.aval, "manual_axis_type", None), "varying", ()) for v in open_jaxpr(jaxpr).invars)
+    return any(type(e).__name__ == "NamedAxisEffect" for e in jaxpr.effects) or any(varies)
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are carried.
+
+    The parameters are `num_consts` and `num_carry` up to 0.10, from 0.11 on the trees `ft_in` and `ft_out`.
+    """
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def inlined_body(eqn: Any) -> Any | None:
+    """The closed jaxpr of a call that may be inlined without changing what it means, or `None`.
+
+    `jit` with shardings, layouts or compiler options of its own stays whole, and so does everything that carries
+    a differentiation rule. The primitive is called `pjit` before 0.7 and `jit` since; `core_call` goes after 0.10.
+    """
+    if eqn.primitive.name in ("closed_call", "core_call"):
+        return eqn.params.get("call_jaxpr")
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    params = eqn.params
+    marks = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if any(type(s).__name__ != "UnspecifiedValue" for s in marks) or params.get("compiler_options_kvs"):
+        return None
+    if any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))):
+        return None
+    return params["jaxpr"]
+
+
+def within(eqn: Any, caller: Any) -> Any:
+    """The source information of an inlined equation, standing in the named scopes of its caller too."""
+    info, outer = eqn.source_info, caller.source_info
+    return info.replace(name_stack=outer.name_stack + info.name_stack)
+
+
+def source_of(eqn: Any) -> str:
+    """The user's line that made an equation, such as `model.py:48 (attention)`; empty where nobody knows.
+
+    `jax._src.source_info_util` has no public counterpart; without it lines are left out.
+    """
+    if source_info_util is None:
+        return ""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    folder, file = os.path.split(frame.file_name)
+    file = "notebook cell" if os.path.basename(folder).startswith("ipykernel_") else file
+    return f"{file}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
+
+
+def trace_context() -> tuple[Any, ...]:
+    """What the current configuration adds to the key of a trace: precision, x64, promotion, the mesh, and so on.
+
+    `jax._src.config.trace_context` has no public counterpart; without it the settings that matter most are read.
+    """
+    if jax_config is not None and hasattr(jax_config, "trace_context"):
+        context = jax_config.trace_context()
+        return context if isinstance(context, tuple) else (context,)
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
+    return tuple(getattr(jax.config, name) for name in names)
+
+
+# The CUDA plugin on a machine without a GPU
+
+
+def quiet_cuda_plugin(drivers: Sequence[str] = NVIDIA_DRIVERS) -> None:
+    """Spare a user without a GPU the traceback that JAX prints at its first use once `jaxsub[targets]` is installed.
+
+    The extra brings JAX's CUDA plugin, to compile with. Where there is no driver it cannot start, and every version
+    of JAX so far prints why, at length, unless a platform was chosen. Then, and only then, it is not started, which
+    changes nothing but the print: the device in use stays the CPU. Call it before JAX's first use.
+
+    Args:
+        drivers: Files of which one exists where there is an NVIDIA driver.
+    """
+    if any(map(os.path.exists, drivers)):
+        return
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        try:
+            plugin: Any = importlib.import_module(name)
+        except ImportError:
+            continue
+        if not hasattr(plugin.initialize, "__wrapped__"):
+            plugin.initialize = _only_if_asked(plugin.initialize)
+
+
+def _only_if_asked(initialize: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(initialize)
+    def initialize_if_asked() -> None:
+        if jax.config.jax_platforms:  # type: ignore[attr-defined]
+            initialize()
+
+    return initialize_if_asked

@@ -1,0 +1,9 @@
+"""For Flax: `linen` and `nnx`, and `policies`, which puts policies on the modules of a model that nobody edits.
+
+Needs the package `flax`; `import jaxsub` alone does not.
+"""
+
+from jaxsub.flax import linen, nnx
+from jaxsub.flax.swapping import Match, Swap, policies
+
+__all__ = ["Match", "Swap", "linen", "nnx", "policies"]

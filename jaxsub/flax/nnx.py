@@ -1,0 +1,216 @@
+"""For `flax.nnx`: `remat` in the place of `nnx.remat` with every policy, and `sublinear` for losses of modules.
+
+Modules are split into arrays and structure in front of the regions and merged inside, once, as every transformation of
+NNX does it; what the function changed comes out as results and is written back once. So BatchNorm statistics are
+updated once, RNG streams advance once, and a submodule that stands in several places is one submodule inside too,
+however often the backward pass recomputes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxsub import api, policies
+
+CONTEXT = "jaxsub"
+
+
+def remat(
+    f: Callable[..., Any] | None = None,
+    *,
+    policy: str | policies.Policy | policies.JaxPolicy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Recompute a function's intermediates in the backward pass, but for what a policy saves.
+
+    It stands in the place of `nnx.remat` and takes every policy.
+
+    Args:
+        f: A function of modules and arrays, or a method, bound or not. Left out, a decorator is returned.
+        policy: What to save: a name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or
+            of JAX, or `None` for nothing.
+        prevent_cse: As for `jax.checkpoint`; pass `False` inside `nnx.scan`.
+        static_argnums: Positions of arguments that are no arrays.
+
+    Returns:
+        A function with the same arguments, results and effects on its modules.
+
+    Raises:
+        PolicyError: If there is no such policy.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> remat(lambda layer, x: jnp.sin(layer(x)), policy="save_costly")(layer, jnp.ones((1, 3))).shape
+        (1, 2)
+    """
+    if f is None:
+        return functools.partial(remat, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+    if inspect.ismethod(f):
+        wrapped = remat(f.__func__, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+        return functools.partial(wrapped, f.__self__)
+    found = policies.get(policy)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    lifted = policies.checkpoint(_pure(f), policy=found, prevent_cse=prevent_cse)
+
+    @functools.wraps(f)
+    def wrapped_f(*args: Any, **kwargs: Any) -> Any:
+        return _call(lifted, nnx.Param, numbers, (), *args, **kwargs)
+
+    return wrapped_f
+
+
+def sublinear(
+    loss: Callable[..., Any] | None = None,
+    *,
+    wrt: Any = nnx.Param,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Return the same loss of modules with a gradient that fits a budget: `jaxsub.sublinear` for NNX.
+
+    Args:
+        loss: A function of modules and arrays, `loss(model, batch)`. Left out, a decorator is returned.
+        wrt: The variables that the gradient is taken of: a filter, as for `nnx.DiffState`.
+        static_argnums: Positions of arguments that are no arrays; they must be hashable.
+        static_argnames: Names of such arguments.
+        **options: As for `jaxsub.sublinear`: `budget`, `planner`, `plan`, `target` and so on.
+
+    Returns:
+        A function with the same signature, for `nnx.grad`, `nnx.value_and_grad` or a plain call; its method
+        `plan(model, batch)` returns the plan it uses.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        InfeasibleBudgetError: At the first call, if no plan fits.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> loss = sublinear(lambda model, x: (model(x) ** 2).sum())
+        >>> nnx.grad(loss)(model, jnp.ones((1, 3)))["kernel"].shape
+        (3, 2)
+    """
+    if loss is None:
+        return functools.partial(
+            sublinear, wrt=wrt, static_argnums=static_argnums, static_argnames=static_argnames, **options
+        )
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    return _Sublinear(loss, wrt, numbers, names, options)
+
+
+class _Sublinear:
+    """A loss of modules under a plan."""
+
+    def __init__(
+        self, loss: Callable[..., Any], wrt: Any, numbers: Sequence[int], names: Sequence[str], options: dict[str, Any]
+    ):
+        functools.update_wrapper(self, loss)
+        self._planned = api.sublinear(_pure(loss), **options)
+        self._how = (wrt, numbers, names)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the loss; what it changes in its modules is written back once."""
+        return _call(self._planned, *self._how, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan for these modules and arrays; the modules are left as they are."""
+        with nnx.update_context(CONTEXT):
+            return self._planned.plan(*_split(args, kwargs, *self._how))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._planned)
+
+
+@jax.tree_util.register_static
+class _Static:
+    """An argument that is no array: it has no leaves and is part of the tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def _call(
+    lifted: Callable[..., Any], wrt: Any, numbers: Sequence[int], names: Sequence[str], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Split the modules among the arguments, call a lifted pure function, write back what it changed."""
+    with nnx.update_context(CONTEXT):
+        active, tree = _split(args, kwargs, wrt, numbers, names)
+        first, (rest, shape, tree_out) = lifted(active, tree)
+        out = jax.tree.unflatten(shape.value, [first, *rest] if shape.value.num_leaves else [])
+        _, merged = nnx.from_tree((tree_out, out), ctxtag=CONTEXT, is_inner=False)
+        return merged
+
+
+def _split(
+    args: Sequence[Any], kwargs: dict[str, Any], wrt: Any, numbers: Sequence[int], names: Sequence[str]
+) -> tuple[list[Any], Any]:
+    """What the gradient is taken of, and everything else as one tree."""
+    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    wrapped = [_Static(a) if i in fixed else a for i, a in enumerate(args)]
+    keywords = {k: _Static(v) if k in names else v for k, v in kwargs.items()}
+    active: list[Any] = []
+
+    def split(context: Any, path: Any, prefix: Any, node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            return nnx.NodeStates.from_split(*context.split(node))
+        graphdef, wanted, rest = context.split(node, wrt, ...)
+        active.append(wanted)
+        return nnx.NodeStates.from_split(graphdef, rest)
+
+    return active, nnx.to_tree((wrapped, keywords), split_fn=split, ctxtag=CONTEXT)
+
+
+def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of modules as one of arrays: from `_split`'s pair to its result's leaves and tree and the modules.
+
+    The first leaf stands in front because a loss is looked for there.
+    """
+
+    @functools.wraps(fun)
+    def pure(active: Sequence[Any], tree: Any) -> Any:
+        states = iter(active)
+
+        def merge(context: Any, path: Any, prefix: Any, value: Any) -> Any:
+            if isinstance(value.graphdef, nnx.graph.VariableDef):
+                return context.merge(value.graphdef, *value.states)
+            return context.merge(value.graphdef, next(states), *value.states)
+
+        args, kwargs = nnx.from_tree(tree, merge_fn=merge, ctxtag=CONTEXT, is_inner=True)
+        out = fun(*map(_unwrap, args), **{k: _unwrap(v) for k, v in kwargs.items()})
+        nodes = jax.tree.map(lambda x: x if is_node(x) else None, (args, kwargs), is_leaf=is_node)
+        tree_out, pure_out = nnx.to_tree((nodes, out), ctxtag=CONTEXT)
+        leaves, shape = jax.tree.flatten(pure_out)
+        return (leaves[0] if leaves else 0.0), (leaves[1:], _Static(shape), tree_out)
+
+    return pure
+
+
+def _unwrap(x: Any) -> Any:
+    return x.value if isinstance(x, _Static) else x
+
+
+def is_node(x: Any) -> bool:
+    """Whether something is a module, a variable or another object that NNX keeps by reference."""
+    return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)

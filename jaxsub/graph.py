@@ -1,0 +1,188 @@
+"""A computation graph by index: what a program computes, without JAX.
+
+A `Graph` is a flat program in topological order. Nodes are its equations, values the arrays that flow between
+them; both refer to each other by position, so that a graph can be written by hand in a test, compared, hashed
+and stored. Values are numbered inputs first, then the outputs of node 0, of node 1, and so on: the values that
+a run of nodes makes are a contiguous range, which is what lets equal runs share everything that is said of one.
+
+Costs are given in FLOPs (`Node.flops`) and bytes (`Value.n_bytes`). Nothing here knows how they were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program.
+
+    Attributes:
+        index: Its position in `Graph.values`.
+        shape: Its shape.
+        dtype: Its dtype's name, such as `float32`.
+        n_bytes: What one copy of it takes, in bytes.
+        producer: The node that makes it; `None` for an input of the program.
+        consumers: The nodes that read it, in order, each once.
+        name: The user's name for it (an argument's path, a `checkpoint_name`), or `None`.
+        is_differentiated: Whether a gradient flows through it: it depends on a differentiated input and the
+            differentiated output depends on it.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+    producer: int | None
+    consumers: tuple[int, ...]
+    name: str | None = None
+    is_differentiated: bool = True
+
+    def __str__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        return f"{self.name or f'%{self.index}'} {self.dtype}[{dims}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One equation of the program.
+
+    Attributes:
+        index: Its position in `Graph.nodes`.
+        primitive: The name of its primitive, such as `dot_general`.
+        inputs: Values it reads, in order, with repetition; literals are left out.
+        outputs: Values it makes, in order.
+        flops: Floating-point operations of one execution, loops counted with their lengths.
+        is_costly: Whether it does real arithmetic (a matrix product, a convolution, a loop over such) rather than
+            moving or mapping elements. The paper's §4.2 drops the results of nodes that are not.
+        source: The user's source line, such as `model.py:48 (attention)`; empty when unknown.
+        scope: The named scopes it stands in, such as `block_3/attention`.
+        bodies: Graphs of its inner programs (a loop's body, a conditional's branches).
+        can_recompute: Whether it may be executed twice: false for effects that must happen once.
+    """
+
+    index: int
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: float = 0.0
+    is_costly: bool = False
+    source: str = ""
+    scope: str = ""
+    bodies: tuple[Graph, ...] = ()
+    can_recompute: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A flat program in topological order.
+
+    Attributes:
+        nodes: The equations, in execution order.
+        values: The arrays: inputs first, then each node's outputs in order.
+        inputs: Indices of the values that come in.
+        outputs: Indices of the values that go out, in order, with repetition.
+        fingerprint: A digest of the program's structure; two graphs with one fingerprint take the same plans.
+
+    Raises:
+        ValueError: If the indices do not hold together.
+    """
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        made = list(self.inputs)
+        for position, node in enumerate(self.nodes):
+            if node.index != position:
+                raise ValueError(f"node {node.index} stands at position {position}")
+            late = [v for v in node.inputs if v >= len(made)]
+            if late:
+                raise ValueError(f"node {position} ({node.primitive}) reads values {late} before they are made")
+            made.extend(node.outputs)
+        if made != list(range(len(self.values))):
+            raise ValueError("values must be numbered inputs first, then each node's outputs in order")
+
+    def made_by(self, start: int, stop: int) -> range:
+        """Values made by nodes `start` to `stop - 1`: a contiguous range of indices."""
+        return range(self.first_value(start), self.first_value(stop))
+
+    def first_value(self, node: int) -> int:
+        """The index of the first value that node `node` or a later one makes."""
+        for later in self.nodes[node:]:
+            if later.outputs:
+                return later.outputs[0]
+        return len(self.values)
+
+    def last_uses(self) -> tuple[int, ...]:
+        """For each value the last node that reads it; `len(nodes)` for outputs; its producer if unread."""
+        last = [v.consumers[-1] if v.consumers else (v.producer if v.producer is not None else -1) for v in self.values]
+        for v in self.outputs:
+            last[v] = len(self.nodes)
+        return tuple(last)
+
+    def weights(self) -> frozenset[int]:
+        """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
+        found = {v for v in self.inputs if self.values[v].is_differentiated}
+        for node in self.nodes:
+            if node.flops == 0 and len(set(node.inputs)) == 1 and node.inputs[0] in found:
+                found.update(node.outputs)
+        return frozenset(found)
+
+
+def graph_of(
+    nodes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+    n_inputs: int,
+    outputs: Sequence[int],
+    *,
+    input_bytes: Sequence[int] | None = None,
+    flops: Sequence[float] | None = None,
+    costly: Sequence[str] = ("matmul", "conv"),
+    fingerprint: str = "by hand",
+) -> Graph:
+    """Build a graph from a short notation, for tests and for graphs written by hand.
+
+    Args:
+        nodes: One `(primitive, inputs, output_bytes)` a node; its outputs are numbered on from what is there.
+        n_inputs: How many inputs the graph has; they are values `0 .. n_inputs - 1`.
+        outputs: The values that go out.
+        input_bytes: Bytes of each input; zeros when left out.
+        flops: FLOPs of each node; its output bytes when left out.
+        costly: Primitives to mark as costly.
+        fingerprint: The graph's fingerprint.
+
+    Returns:
+        The graph, every value of it differentiated.
+
+    Example:
+        >>> g = graph_of([("matmul", [0], [8]), ("tanh", [1], [8])], 1, [2])
+        >>> g.values[1].consumers
+        (1,)
+    """
+    sizes = list(input_bytes or [0] * n_inputs)
+    producers: list[int | None] = [None] * n_inputs
+    made: list[tuple[int, ...]] = []
+    for position, (_, _, out_bytes) in enumerate(nodes):
+        made.append(tuple(range(len(sizes), len(sizes) + len(out_bytes))))
+        sizes += out_bytes
+        producers += [position] * len(out_bytes)
+    consumers: list[list[int]] = [[] for _ in sizes]
+    for position, (_, inputs, _) in enumerate(nodes):
+        for v in dict.fromkeys(inputs):
+            consumers[v].append(position)
+    return Graph(
+        nodes=tuple(
+            Node(i, prim, tuple(ins), made[i], float(flops[i] if flops else sum(out)), prim in costly)
+            for i, (prim, ins, out) in enumerate(nodes)
+        ),
+        values=tuple(
+            Value(i, (size,), "uint8", size, producers[i], tuple(consumers[i])) for i, size in enumerate(sizes)
+        ),
+        inputs=tuple(range(n_inputs)),
+        outputs=tuple(outputs),
+        fingerprint=fingerprint,
+    )

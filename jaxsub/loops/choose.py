@@ -1,0 +1,282 @@
+"""How a loop may run, and what each way costs: the options that a planner chooses from for a scan.
+
+A scan over L steps is L equal stages. Ways to run it are made of four things: what a step saves, from everything to
+named values of its body (the min-cut of `jaxsub.options`, on the body) to nothing but its carry; the sizes of nested
+blocks of steps, each executed again from its first carry; how many of the last steps stay outside and keep what they
+make; and how the loops inside the body run. All are estimated by counting, here:
+
+    kept        carries at the starts of the outermost blocks, and what the steps outside them keep
+    transient   the kept, then for each level the carries it starts from and the gradients of slices of xs it copies,
+                and what one step's backward pass needs
+    again       a forward pass for each level, and what a step does not save
+
+The ways none of which is better in all three are offered; the compiler corrects those that a plan uses.
+
+Sources: blocks of √L steps are Chen et al. (2016), section 4.3; their nesting is section 4.4; carries are the
+checkpoints of Griewank and Walther, *Revolve* (2000), which keeps single steps' starts where this keeps equal blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxsub import analytic, compat
+from jaxsub.chain import Loop
+from jaxsub.flops import Flops, flops_of
+from jaxsub.loops.rewrite import body_program, with_loops
+from jaxsub.options import TracedRun, choices, trace_run
+from jaxsub.program import Program, aval_bytes
+
+RATIOS = (math.sqrt(2), 2.0, 4.0)
+"""Between neighbouring sizes of blocks that are tried, for one, two and three levels of blocks."""
+
+KEPT_SHARES = tuple(i / 12 for i in range(1, 12))
+"""Shares of the steps that may stand outside all blocks and keep what they make."""
+
+INNER_RANKS = 4
+"""Ways to run the loops inside a body that are tried with every way to run the loop itself."""
+
+NEAR_FLOPS = 0.01
+"""Choices are compared among those whose FLOPs executed again differ by less than this share of the most."""
+
+LEAST_SHARE = 0.01
+"""Loops that make less than this share of all bytes a program makes run as they are."""
+
+
+StepBytes = Callable[[Program], int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopChoice:
+    """One way to run a loop, and what it is expected to cost.
+
+    Attributes:
+        loop: The way.
+        kept_bytes: What it keeps from its forward to its backward pass, beside what it reads and returns.
+        transient_bytes: What its backward pass allocates, the kept included.
+        again_flops: What its backward pass executes again.
+    """
+
+    loop: Loop
+    kept_bytes: int
+    transient_bytes: int
+    again_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One way to run a step: what it keeps, needs and executes again, in its `Loop`'s fields."""
+
+    fields: dict[str, Any]
+    kept_bytes: int
+    transient_bytes: int
+    again_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs."""
+
+    node: int
+    length: int
+    carry_bytes: int
+    slice_bytes: int
+    slice_gradient_bytes: int
+    gradient_bytes: int
+    flops: float
+    steps: tuple[_Step, ...]
+    plain: _Step
+
+
+def find_loops(program: Program) -> tuple[int, ...]:
+    """The scans worth planning: differentiated, without effects, of several steps, and not small.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxsub.program import trace
+        >>> f = lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x)
+        >>> find_loops(trace(f, (1.0,), {}))
+        (0,)
+    """
+    graph = program.graph
+    made = {n.index: _made_bytes(program.eqns[n.index]) for n in graph.nodes}
+    least = LEAST_SHARE * sum(made.values())
+    return tuple(
+        n.index for n in graph.nodes
+        if n.primitive == "scan" and program.eqns[n.index].params["length"] > 1 and not program.eqns[n.index].effects
+        and n.can_recompute and made[n.index] > least and any(graph.values[v].is_differentiated for v in n.outputs)
+    )  # fmt: skip
+
+
+def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = None) -> tuple[LoopChoice, ...]:
+    """The ways to run a scan of which none is better than another in bytes kept, transient bytes and FLOPs.
+
+    Args:
+        program: The program.
+        node: The scan.
+        step_bytes: What the backward pass of one step allocates, its body given; where `None`, that is counted.
+
+    Returns:
+        The choices, the one that executes least again first, the plain loop not among them. Their loops' node is
+        `node`.
+    """
+    body = _body(program, node, step_bytes)
+    sizes = _block_sizes(body.length)
+    whole = _pareto([(_choice(body, step, blocks, 0, body.plain), step) for step in body.steps for blocks in sizes])
+    found = [*whole]
+    for c, step in whole:
+        if len(c.loop.blocks) == 1:
+            found += [(tailed, step) for tailed in _tailed(body, step, c.loop.blocks)]
+    return tuple(c for c in _thinned([c for c, _ in _pareto(found)]) if c.loop != Loop(node))
+
+
+def _made_bytes(eqn: Any) -> int:
+    """Bytes an equation makes, those of a loop's body in every step."""
+    own: int = sum(aval_bytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
+    if eqn.primitive.name != "scan":
+        return own
+    return own + int(eqn.params["length"]) * sum(_made_bytes(inner) for inner in eqn.params["jaxpr"].eqns)
+
+
+def _body(program: Program, node: int, step_bytes: StepBytes | None) -> _Body:
+    eqn, body = program.eqns[node], body_program(program, node)
+    n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
+    differentiated = [i in body.differentiated for i in range(len(body.invars))]
+    sizes = [aval_bytes(v.aval) for v in body.invars]
+    carry = range(n_consts, n_consts + n_carry)
+    xs = range(n_consts + n_carry, len(sizes))
+    steps: list[_Step] = []
+    plain = 0.0
+    for inner in _inner_loops(body, step_bytes):
+        way = with_loops(body, inner)
+        traced = trace_run(way, 0, len(way.eqns))
+        plain = plain if inner else _flops(traced)
+        scale = step_bytes(way) / max(analytic.backward_bytes(traced, ()), 1) if step_bytes else 1.0
+        steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, scale)
+    return _Body(
+        node=node,
+        length=eqn.params["length"],
+        carry_bytes=sum(sizes[i] for i in carry),
+        slice_bytes=sum(sizes[i] for i in xs),
+        slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
+        gradient_bytes=sum(sizes[i] for i in range(n_consts) if differentiated[i]),
+        flops=sum(n.flops for n in body.graph.nodes),
+        steps=tuple(steps),
+        plain=steps[0],
+    )
+
+
+def _inner_loops(body: Program, step_bytes: StepBytes | None) -> list[tuple[Loop, ...]]:
+    """How the loops inside a body may run, all of them alike: plainly, and then with less and less memory."""
+    nodes = find_loops(body)
+    ladders = [_ladder(loop_choices(body, n, step_bytes)) for n in nodes]
+    settings: list[tuple[Loop, ...]] = [()]
+    for rank in range(max(map(len, ladders), default=0)):
+        settings.append(tuple(ladder[min(rank, len(ladder) - 1)] for ladder in ladders if ladder))
+    return list(dict.fromkeys(settings))
+
+
+def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
+    """Of ways that keep no tail those with less and less transient memory, at most `INNER_RANKS`."""
+    steps: list[LoopChoice] = []
+    for c in found:
+        if not c.loop.kept_steps and (not steps or c.transient_bytes < 0.8 * steps[-1].transient_bytes):
+            steps.append(c)
+    chosen = {round(i * (len(steps) - 1) / (INNER_RANKS - 1)) for i in range(INNER_RANKS)} if steps else set()
+    return [steps[i].loop for i in sorted(chosen)]
+
+
+def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_consts: int, n_carry: int,
+           again_inside: float, scale: float) -> Iterator[_Step]:  # fmt: skip
+    """A step that keeps everything first, then regions that save less and less."""
+    carry_bytes = sum(sizes[n_consts : n_consts + n_carry])
+    reads = zip(traced.function.reads, traced.inputs, strict=True)
+    given = {v for read, v in reads if not n_consts <= read < n_consts + n_carry}
+    residuals = {r for r in traced.residuals if compat.is_var(r) and r not in given}
+    kept = sum(aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype"))
+    yield _Step({"inner": inner}, kept, kept + int(scale * analytic.backward_bytes(traced, ())), again_inside)
+    # a value that is carried on is stacked once more when it is saved by name: nothing is free here
+    for choice in reversed(choices(replace(traced, free=frozenset()))):
+        again = choice.recompute_flops + again_inside
+        yield _Step({"inner": inner, "is_recomputed": True, "saved": choice.saved}, carry_bytes + choice.saved_bytes,
+                    int(scale * analytic.backward_bytes(traced, choice.saved)), again)  # fmt: skip
+
+
+def _flops(traced: TracedRun) -> float:
+    return sum((flops_of(e) for e in (*traced.forward, *traced.backward)), Flops()).weighted
+
+
+def _block_sizes(length: int) -> list[tuple[int, ...]]:
+    """No blocks, and blocks up to three levels deep."""
+    found: list[tuple[int, ...]] = [()]
+    for depth, ratio in enumerate(RATIOS, 1):
+        steps = range(1, 1 + int(math.log(length, ratio)))
+        sizes = sorted({_near(length / ratio**k, length) for k in steps}, reverse=True)
+        found += itertools.combinations([b for b in sizes if 1 < b < length], depth)
+    return found
+
+
+def _near(size: float, length: int) -> int:
+    """A divisor of `length` close to `size`, so that no remainder is copied; without one the nearest integer."""
+    wanted = min(max(size, 2.0), max(length / 2, 2.0))
+    divisors = [d for d in range(2, length) if length % d == 0 and 0.66 < d / wanted < 1.5]
+    return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=round(wanted))
+
+
+def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
+    """All steps in blocks but the last ones."""
+    for tail in body.steps:
+        if not tail.fields["inner"] and (tail is body.plain or tail.fields["saved"]):
+            for kept_steps in sorted({round(share * body.length) for share in KEPT_SHARES} - {0, body.length}):
+                yield _choice(body, step, blocks, kept_steps, tail)
+
+
+def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, tail: _Step) -> LoopChoice:
+    n = body.length - kept_steps
+    sizes = [n, *(b for b in blocks if b < n)]
+    levels = len(sizes) - 1
+    inside = step.transient_bytes + (levels + 1) * body.gradient_bytes + 2 * body.carry_bytes
+    starts = [-(-a // b) * body.carry_bytes for a, b in itertools.pairwise(sizes)]
+    starts.append(sizes[-1] * step.kept_bytes)
+    # a step that keeps everything in a block keeps its slice too; a tail that does keeps a copy of its part of xs
+    slices = sizes[-1] * body.slice_bytes if levels and not step.fields.get("is_recomputed") else 0
+    tail_bytes = tail.kept_bytes + (body.slice_bytes if tail is body.plain else 0)
+    kept = starts[0] + kept_steps * tail_bytes
+    copies = sum(sizes[1:]) * body.slice_gradient_bytes + slices
+    transient = kept + max(sum(starts[1:]) + copies + inside, tail.transient_bytes if kept_steps else 0)
+    again = n * (levels * body.flops + step.again_flops) + kept_steps * tail.again_flops
+    loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
+                kept_saved=tail.fields.get("saved", ()) if kept_steps else (), **step.fields)  # fmt: skip
+    return LoopChoice(loop, kept, transient, again)
+
+
+def _pareto(found: Sequence[tuple[LoopChoice, _Step]]) -> list[tuple[LoopChoice, _Step]]:
+    """Those of which no other is at least as good in all three."""
+    best: list[tuple[LoopChoice, _Step]] = []
+
+    def rank(found: tuple[LoopChoice, _Step]) -> tuple[float, ...]:
+        c = found[0]
+        return c.again_flops, c.transient_bytes, c.kept_bytes, c.loop.kept_steps
+
+    for c, step in sorted(found, key=rank):
+        if not any(b.kept_bytes <= c.kept_bytes and b.transient_bytes <= c.transient_bytes for b, _ in best):
+            best.append((c, step))
+    return best
+
+
+def _thinned(found: Sequence[LoopChoice]) -> Iterator[LoopChoice]:
+    """Of choices that execute nearly the same again those that keep least, need least, and both by sum and product."""
+    most = max((c.again_flops for c in found), default=0.0)
+    alike: dict[int, list[LoopChoice]] = {}
+    for c in found:
+        alike.setdefault(round(c.again_flops / max(NEAR_FLOPS * most, 1e-9)), []).append(c)
+    for some in alike.values():
+        needs_least = min(some, key=lambda c: (c.transient_bytes, c.kept_bytes))
+        keeps_least = min(some, key=lambda c: (c.kept_bytes, c.transient_bytes))
+        by_sum = min(some, key=lambda c: c.kept_bytes + c.transient_bytes)
+        by_product = min(some, key=lambda c: c.kept_bytes * c.transient_bytes)
+        yield from dict.fromkeys((needs_least, keeps_least, by_sum, by_product))

@@ -1,0 +1,222 @@
+"""From a program and `Loop`s to the same program with its scans rewritten.
+
+A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint` with an inner scan inside, as deep as
+the `Loop` says; steps that no block size divides follow as one shorter block. A step may be a region too, that
+saves named values of its body. All of it goes through `jax.lax.scan` with the body evaluated from its jaxpr. The new
+scan stands in the place of the old one as one `jit` equation, so nodes keep their numbers.
+
+Steps that are executed last may keep everything: their backward pass comes first, and they stand outside all blocks.
+
+**Copies.** Every level of nested scans copies the slices of xs that its blocks read, and of their gradients that they
+make. The first kind is avoided: steps that are executed again read the whole xs at their own index, and only the
+tangent comes through the slices (`_at`), which nobody reads then and the compiler drops. The second is not: a region's
+gradients are results of its own, whole slices for a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxsub import compat
+from jaxsub.chain import Loop
+from jaxsub.options import run_function
+from jaxsub.program import Program, flatten_jaxpr, program_of
+
+Values = tuple[Any, ...]
+Step = Callable[[Values, Values, Values], tuple[Values, Values]]
+"""(constants, carry, slice of xs) -> (carry, slice of ys)."""
+
+
+def with_loops(program: Program, loops: Sequence[Loop]) -> Program:
+    """A program in which some scans run as `Loop`s say; everything else, its graph too, stays as it is.
+
+    Example:
+        >>> from jaxsub.program import trace
+        >>> program = trace(lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x), (1.0,), {})
+        >>> blocks = with_loops(program, [Loop(0, blocks=(3,))])
+        >>> [eqn.primitive.name for eqn in blocks.eqns]
+        ['jit']
+    """
+    if not loops:
+        return program
+    eqns, signatures = list(program.eqns), list(program.signatures)
+    for loop in loops:
+        eqns[loop.node] = _rewritten(program, loop)
+        signatures[loop.node] = _signature(signatures[loop.node], loop)
+    return replace(program, eqns=tuple(eqns), signatures=tuple(signatures))
+
+
+def body_program(program: Program, node: int) -> Program:
+    """The body of a scan as a program of constants, carry and slices of xs, in this order.
+
+    Its differentiated inputs are what a gradient may flow to; all of its floating-point carry is.
+    """
+    eqn, graph = program.eqns[node], program.graph
+    eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"])
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    index = iter(graph.nodes[node].inputs)
+    active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars]
+    active[n_consts : n_consts + n_carry] = [True] * n_carry
+    positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
+    names = ["const"] * len(invars)
+    return program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
+
+
+def _signature(signature: bytes, loop: Loop) -> bytes:
+    return hashlib.blake2b(signature + repr(replace(loop, node=0)).encode(), digest_size=12).digest()
+
+
+def _rewritten(program: Program, loop: Loop) -> Any:
+    eqn = program.eqns[loop.node]
+    scan = _Scan.of(program, loop)
+
+    def run(*args: Any) -> list[Any]:
+        # an output that is an input would be left out of the equation's outputs
+        return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in scan(args)]
+
+    run.__name__ = "scan"
+    (call,) = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns
+    if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
+        raise AssertionError(f"the rewritten loop returns {call.outvars}, the loop itself {eqn.outvars}")
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+
+
+@jax.custom_jvp
+def _at(whole: Any, index: Any, part: Any) -> Any:
+    """`whole[index]`; its tangent is that of `part`, the same value.
+
+    Where JAX drops the rule, as for second derivatives, the tangent is that of `whole[index]`: the same again, so
+    nothing may stop `whole`'s gradient.
+    """
+    return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False)
+
+
+@_at.defjvp
+def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _at(*primals), tangents[2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scan:
+    """A scan, ready to run as a `Loop` says."""
+
+    eqn: Any
+    loop: Loop
+    step: Step
+    kept_step: Step
+
+    @classmethod
+    def of(cls, program: Program, loop: Loop) -> _Scan:
+        eqn = program.eqns[loop.node]
+        body = with_loops(body_program(program, loop.node), loop.inner)
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        is_split = bool(loop.blocks or loop.kept_steps)
+        plain, named = _step(body, n_carry, loop.saved), _step(body, n_carry, loop.kept_saved)
+        step = _indexed(plain, n_consts) if is_split else plain
+        kept = _region(_indexed(named, n_consts), loop.kept_saved) if loop.kept_saved else named
+        return cls(eqn, loop, _region(step, loop.saved) if loop.is_recomputed else step, kept)
+
+    def __call__(self, args: Sequence[Any]) -> Values:
+        n_consts, n_carry = compat.scan_sizes(self.eqn)
+        length, loop = self.eqn.params["length"], self.loop
+        consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
+        carry, xs = rest[:n_carry], rest[n_carry:]
+        if not loop.blocks and not loop.kept_steps:
+            carry, ys = self._scan(self.step, consts, carry, xs, length)
+            return (*carry, *ys)
+        n_head = length - loop.kept_steps
+        known = (*consts, *xs)
+        head, tail = self._parts((jnp.arange(length), *xs), n_head, length)
+        carry, ys = self._blocks(known, carry, head, n_head, loop.blocks)
+        if n_head < length:
+            known, tail = (known, tail) if loop.kept_saved else (consts, tail[1:])
+            carry, more = self._scan(self.kept_step, known, carry, tail, length - n_head)
+            ys = self._joined(ys, more)
+        return (*carry, *ys)
+
+    def _blocks(
+        self, consts: Values, carry: Values, xs: Values, length: int, sizes: Sequence[int]
+    ) -> tuple[Values, Values]:
+        """Run steps in blocks of `sizes[0]`, each in blocks of `sizes[1]`, and so on."""
+        sizes = [s for s in sizes if s < length]
+        if not sizes:
+            return self._scan(self.step, consts, carry, xs, length)
+        size, n = sizes[0], length // sizes[0]
+
+        def block(consts: Values, carry: Values, xs: Values) -> tuple[Values, Values]:
+            return self._blocks(consts, carry, xs, size, sizes[1:])
+
+        def rest(consts: Values, carry: Values, xs: Values) -> tuple[Values, Values]:
+            return self._blocks(consts, carry, xs, length - n * size, sizes[1:])
+
+        head, tail = self._parts(xs, n * size, length)
+        grouped = tuple(x.reshape((n, size, *x.shape[1:])) for x in head)
+        carry, ys = self._scan(jax.checkpoint(block, prevent_cse=False), consts, carry, grouped, n)
+        ys = tuple(y.reshape((n * size, *y.shape[2:])) for y in ys)
+        if n * size < length:
+            carry, more = jax.checkpoint(rest)(consts, carry, tail)
+            ys = self._joined(ys, more)
+        return carry, ys
+
+    def _scan(self, step: Step, consts: Values, carry: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        params = self.eqn.params
+        more = {"_split_transpose": True} if params.get("_split_transpose") else {}
+        return jax.lax.scan(lambda c, x: step(consts, c, x), carry, xs, length, reverse=params["reverse"],
+                            unroll=max(1, min(params["unroll"], length)), **more)  # fmt: skip
+
+    def _parts(self, xs: Values, n_head: int, length: int) -> tuple[Values, Values]:
+        """What the first `n_head` steps to run read, and what the others do."""
+        if n_head == length:
+            return xs, ()
+        cut = length - n_head if self.eqn.params["reverse"] else n_head
+        low, high = tuple(x[:cut] for x in xs), tuple(x[cut:] for x in xs)
+        return (high, low) if self.eqn.params["reverse"] else (low, high)
+
+    def _joined(self, head: Values, tail: Values) -> Values:
+        pairs = zip(tail, head, strict=True) if self.eqn.params["reverse"] else zip(head, tail, strict=True)
+        return tuple(jnp.concatenate(pair) for pair in pairs)
+
+
+def _step(body: Program, n_carry: int, saved: Sequence[int]) -> Step:
+    """The body as a function, some of its values named."""
+    base, graph, last = len(body.invars), body.graph, body.graph.last_uses()
+    function = run_function(body, 0, len(body.eqns), tag=_name if saved else None, saved=saved)
+    index = {v: i for i, v in enumerate([*body.invars, *(v for eqn in body.eqns for v in eqn.outvars)])}
+    outputs = [index[a] if compat.is_var(a) else a for a in body.outvars]
+    made = [v for v in range(base, len(graph.values)) if last[v] >= len(body.eqns)]
+    results = sorted(made, key=lambda v: not graph.values[v].is_differentiated)
+
+    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        env = dict(enumerate((*body.consts, *consts, *carry, *x)))
+        active, rest = function.call(*[env[v] for v in function.reads])
+        env.update(zip(results, (*active, *rest), strict=True))
+        outs = tuple(env[o] if isinstance(o, int) else jnp.asarray(o.val, o.aval.dtype) for o in outputs)
+        return outs[:n_carry], outs[n_carry:]
+
+    return step
+
+
+def _indexed(step: Step, n_consts: int) -> Step:
+    """A step that is given its index with its slices, and reads the whole xs, which follow on the constants, there."""
+
+    def at_index(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        parts = tuple(_at(whole, x[0], part) for whole, part in zip(consts[n_consts:], x[1:], strict=True))
+        return step(consts[:n_consts], carry, parts)
+
+    return at_index
+
+
+def _region(step: Step, saved: Sequence[int]) -> Step:
+    policy = jax.checkpoint_policies.save_only_these_names(*(f"jaxsub_step_{o}" for o in saved)) if saved else None
+    return jax.checkpoint(step, prevent_cse=False, policy=policy)
+
+
+def _name(x: Any, offset: int) -> Any:
+    return checkpoint_name(x, f"jaxsub_step_{offset}")

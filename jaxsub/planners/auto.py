@@ -1,0 +1,60 @@
+"""`auto`, the default: run what applies and keep the fastest plan that is predicted to fit.
+
+That is `optimal`'s plan nearly always, since the others' plans are among those it chooses from; its rounding to slots
+leaves them a chance. Without a budget it is `optimal`'s plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxsub.chain import Chain
+from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.plan import Plan
+from jaxsub.planners.cheap import Cheap
+from jaxsub.planners.chen import Chen
+from jaxsub.planners.optimal import Optimal
+from jaxsub.planners.recursive import Recursive
+from jaxsub.planners.revolve import Revolve
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Plan with every planner that applies and keep the best.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(9))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(8)))
+        >>> plan = Auto()(chain, 5)
+        >>> plan.planner, plan.prediction.temp_bytes
+        ('optimal', 5)
+    """
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The budget in bytes; `None` for the least memory that one extra forward pass buys.
+
+        Raises:
+            InfeasibleBudgetError: If no plan is predicted to fit.
+        """
+        if budget_bytes is None:
+            return Optimal()(chain, None)
+        found: list[Plan] = []
+        refusals: list[InfeasibleBudgetError] = []
+        for planner in (Optimal(), Chen(), Cheap(), Recursive(), Revolve()):
+            try:
+                found.append(planner(chain, budget_bytes))
+            except InfeasibleBudgetError as refusal:
+                refusals.append(refusal)
+        if not found:
+            raise min(refusals, key=lambda refusal: refusal.least_bytes)
+        return min(found, key=_cost)
+
+
+def _cost(plan: Plan) -> tuple[float, int]:
+    assert plan.prediction is not None
+    return plan.prediction.extra_flops, plan.prediction.temp_bytes

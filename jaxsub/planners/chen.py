@@ -1,0 +1,184 @@
+"""The paper's planner: greedy segments under B (Algorithm 3) and the search over B (Appendix A).
+
+Algorithm 3 walks through the program and ends a segment as soon as what was made in it exceeds B. It gives x, the
+approximate bytes between segments, and y, those inside the largest. Appendix A runs it with B = 0, then with
+B = sqrt(x y), then on a grid of six around that, and takes the exact cost of each plan from a static allocator. On a
+chain of n equal stages the least peak grows as sqrt(n), at no more than one extra forward pass.
+
+`greedy_mirror_counts` is Algorithm 3 on nodes, word for word. `greedy_plan` is the same on a chain, whose stages are
+the nodes and whose cuts are the candidate splitting points. `Chen` searches over B; its exact costs are those of
+`jaxsub.chain.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last is not
+wrapped, so its backward pass starts at once.
+
+Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.3, Algorithm 3 and
+Appendix A. Ours in addition: with a budget in bytes, B is also tried over its full range, as densely, up to the plan
+of no recompute. The same plans are compared for every budget: a larger one never gets more recompute, and asking for
+`least_bytes` succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxsub.budget import Budget, format_bytes
+from jaxsub.chain import Chain, Prediction, Run, predict
+from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.graph import Graph
+from jaxsub.plan import Plan, plan_from_runs
+
+
+def greedy_mirror_counts(
+    graph: Graph, candidates: Collection[int], budget_bytes: float
+) -> tuple[tuple[int, ...], int, int]:
+    """Choose the mirror count of each node greedily: the paper's Algorithm 3.
+
+    Args:
+        graph: The program.
+        candidates: The nodes that may end a segment, the paper's C.
+        budget_bytes: The approximate bytes that one segment may make, the paper's B.
+
+    Returns:
+        m(v) for each node, 0 where its result is kept and 1 where it is recomputed; x, the approximate bytes between
+        segments; y, the approximate bytes of the largest segment that ends at a candidate.
+
+    Example:
+        >>> from jaxsub.graph import graph_of
+        >>> graph = graph_of([("tanh", [v], [10]) for v in range(5)], 1, [5])
+        >>> greedy_mirror_counts(graph, range(5), 15)
+        ((1, 0, 1, 0, 1), 20, 20)
+
+    References:
+        Chen et al., 2016, Algorithm 3.
+    """
+    may_split = frozenset(candidates)
+    counts, temp, x, y = [], 0, 0, 0
+    for node in graph.nodes:
+        size = sum(graph.values[v].n_bytes for v in node.outputs)
+        temp += size
+        if node.index in may_split and temp > budget_bytes:
+            x, y, temp = x + size, max(y, temp), 0
+            counts.append(0)
+        else:
+            counts.append(1)
+    return tuple(counts), x, y
+
+
+def greedy_plan(chain: Chain, budget_bytes: float) -> tuple[tuple[Run, ...], int, int]:
+    """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes.
+
+    The candidate splitting points are the cuts between stages. What a segment stores is what it makes and others read:
+    a value that crosses many cuts counts once, where it is made.
+
+    Args:
+        chain: The chain.
+        budget_bytes: The approximate bytes that one segment may make, the paper's B.
+
+    Returns:
+        The runs: a region that saves nothing for each segment but the last, which is not wrapped; x, the bytes between
+        segments; y, the approximate bytes of the largest segment but the last.
+
+    Example:
+        >>> from jaxsub.chain import Stage
+        >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=10) for s in range(4)), (), ())
+        >>> runs, x, y = greedy_plan(chain, 15)
+        >>> [(run.start, run.stop) for run in runs], y
+        ([(0, 2), (2, 3), (3, 4)], 20)
+
+    References:
+        Chen et al., 2016, Algorithm 3.
+    """
+    runs: list[Run] = []
+    temp, x, y, start = 0, 0, 0, 0
+    for s, stage in enumerate(chain.stages[:-1]):
+        temp += stage.made_bytes
+        if temp > budget_bytes:
+            x, y, temp = x + int(chain.crossing_bytes[start, s + 1]), max(y, temp), 0
+            runs.append(_segment(chain, start, s + 1))
+            start = s + 1
+    return (*runs, *(Run(s, s + 1) for s in range(start, len(chain.stages)))), x, y
+
+
+def _segment(chain: Chain, start: int, stop: int) -> Run:
+    return chain.nest(start, stop) if stop - start > 1 else chain.recompute(start)
+
+
+@dataclass(frozen=True, slots=True)
+class Chen:
+    """Plan with the paper's search over B.
+
+    Without a budget it keeps the plan of least predicted peak among B = 0, B = sqrt(x y) and the paper's grid. With a
+    budget it keeps the plan of least recompute among those that fit it, B over its full range.
+
+    Attributes:
+        n_grid: How many B to try on [B / sqrt(2), sqrt(2) B]; the paper's 6.
+
+    Raises:
+        ValueError: If `n_grid` is below 2.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_transient_bytes=1, made_bytes=1) for s in range(64))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 1) for s in range(63)))
+        >>> plan = Chen()(chain)
+        >>> plan.plain_prediction.temp_bytes, plan.prediction.temp_bytes
+        (64, 15)
+
+    References:
+        Chen et al., 2016, Appendix A.
+    """
+
+    n_grid: int = 6
+
+    def __post_init__(self) -> None:
+        if self.n_grid < 2:
+            raise ValueError(f"the grid over B needs at least 2 points, got n_grid={self.n_grid}")
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: What the compiler may allocate beside arguments and outputs; `None` for the least peak.
+
+        Returns:
+            The plan; its prediction is exact on the chain.
+
+        Raises:
+            InfeasibleBudgetError: If no plan of the search fits the budget.
+        """
+        grid = self._grid(chain, is_full=budget_bytes is not None)
+        tried = {greedy_plan(chain, b)[0]: None for b in grid}
+        found = [(runs, predict(chain, runs)) for runs in tried]
+        runs = _least_peak(found) if budget_bytes is None else _least_recompute(found, budget_bytes)
+        return plan_from_runs(chain, runs, budget=Budget(n_bytes=budget_bytes), planner="chen")
+
+    def _grid(self, chain: Chain, is_full: bool) -> Iterator[float]:
+        """Yield every B to try, in bytes."""
+        _, x, y = greedy_plan(chain, 0)
+        yield from (0.0, center := math.sqrt(x * y))
+        yield from (center * 2 ** (i / (self.n_grid - 1) - 0.5) for i in range(self.n_grid))
+        if is_full:
+            made = [stage.made_bytes for stage in chain.stages if stage.made_bytes]
+            least, b = min(made, default=0), float(sum(made))
+            while b >= least > 0:
+                yield b
+                b *= 2 ** (-1 / (self.n_grid - 1))
+
+
+def _least_peak(found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
+    return min(found, key=lambda f: (f[1].temp_bytes, f[1].extra_flops))[0]
+
+
+def _least_recompute(found: Sequence[tuple[tuple[Run, ...], Prediction]], budget_bytes: int) -> tuple[Run, ...]:
+    fitting = [f for f in found if f[1].temp_bytes <= budget_bytes]
+    if not fitting:
+        least = min(prediction.temp_bytes for _, prediction in found)
+        raise InfeasibleBudgetError(
+            f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak of the paper's segments, "
+            f'`{format_bytes(least)}`. Pass budget={least} or more, or planner="auto".',
+            requested_bytes=budget_bytes,
+            least_bytes=least,
+        )
+    return min(fitting, key=lambda f: (f[1].extra_flops, f[1].temp_bytes))[0]

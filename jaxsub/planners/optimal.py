@@ -1,0 +1,237 @@
+"""`optimal`: the least recomputation that fits, by dynamic programming over a chain.
+
+A `Chain` and a budget in bytes go in, a `Plan` comes out. The tables of `jaxsub.planners.tables` hold the least
+extra FLOPs for every amount of memory up to a most; one filling answers for all budgets below. They count memory in
+slots, so what is read from them is replayed in exact bytes by `jaxsub.chain.predict`, from a little over the budget
+downwards until it fits. A budget far below the tables' most is solved anew on its own scale, since slots as
+coarse as the plain program needs would not resolve it. Scales stand on fixed rungs, whatever the budget, so that a
+larger budget never gets a slower plan.
+
+Chen's segments, the recursion and revolve are special cases of its plans: up to the rounding to slots it is never
+worse on the same chain.
+
+Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains: how to train
+deep neural networks with limited memory* (2019); options inside stages as in Zhao, Le Hellard, Eyraud-Dubois,
+Gusak, Beaumont, *Rockmate* (ICML 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jaxsub.budget import Budget
+from jaxsub.chain import Chain, Prediction, Run, extra_flops, predict
+from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.planners.fit import infeasible
+from jaxsub.planners.tables import Tables, depth, tables_of
+
+HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
+RUNG = 0.8  # each scale's most over the one before: budgets get between this share of the slots and all of them
+OVERLAP = 1.12  # near a rung both scales are asked, so that rounding cannot make a larger budget slower
+FEW_STAGES = 64  # from here on tables with a bound on nesting, one for every level, get fewer slots
+COARSER = 3  # times fewer, and as many for finding a scale
+BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this share, mostly
+KEPT_TABLES = 3  # scales whose tables are kept
+NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
+LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
+FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the tables know of a chain; they are filled as they are asked for.
+
+    Attributes:
+        chain: The chain.
+        max_bytes: The most memory it is solved for, in bytes.
+        slots: About how many slots that is divided into, and every budget below alike.
+        max_depth: How deep regions may stand in each other.
+    """
+
+    chain: Chain
+    max_bytes: int
+    slots: int
+    max_depth: int
+    _filled: dict[tuple[int, bool, bool], Tables] = field(default_factory=dict, repr=False, compare=False)
+
+    def runs(self, budget_bytes: int) -> tuple[Run, ...]:
+        """The cheapest runs that are predicted to fit.
+
+        Args:
+            budget_bytes: The budget, in bytes.
+
+        Raises:
+            InfeasibleBudgetError: If not even `least` fits.
+        """
+        rung = self._rung(budget_bytes)
+        rungs = {rung, rung + 1} if budget_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
+        plain = self.chain.plain()
+        found = [(plain, predict(self.chain, plain))]
+        for useful in sorted({self._useful(k) for k in rungs}):
+            steps = self._steps(useful, budget_bytes * HEADROOM)
+            found += [next((step for step in steps if step[1].temp_bytes <= budget_bytes), found[0])]
+        found = [f for f in found if f[1].temp_bytes <= budget_bytes]
+        if found:
+            return min(found, key=lambda f: (f[1].extra_flops, f[1].temp_bytes))[0]
+        least = self.least()
+        if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
+            return least
+        raise infeasible(budget_bytes, least_bytes, "optimal")
+
+    def least(self) -> tuple[Run, ...]:
+        """The runs with the least predicted peak, whatever they execute again."""
+        return self._least(math.inf)
+
+    def natural(self) -> tuple[Run, ...]:
+        """The runs with the least predicted peak that execute at most one forward pass again: the paper's default."""
+        return self._least(NATURAL_SHARE * self.chain.forward_flops)
+
+    def frontier(self, points: int = 24) -> tuple[tuple[int, float, tuple[Run, ...]], ...]:
+        """Predicted bytes, extra FLOPs and runs of plans none of which is better in both, bytes rising.
+
+        Args:
+            points: About how many plans to replay from each filling of the tables.
+
+        Example:
+            >>> from jaxsub.chain import Chain, Crossing, Stage
+            >>> stages = tuple(
+            ...     Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3)
+            ... )
+            >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
+            >>> [(n_bytes, flops) for n_bytes, flops, _ in solve(chain).frontier()]
+            [(3, 3.0), (5, 2.0), (9, 1.0), (13, 0.0)]
+        """
+        plans = [self.chain.plain(), self.least()]
+        lowest = predict(self.chain, plans[1]).temp_bytes
+        for rung in range(0, self._rung(lowest) + 1, 3):
+            if rung == self._useful(rung):
+                # what lies below is left to the next scale, three rungs on
+                below = 0 if self._useful(rung + 3) == rung else self._most_bytes(rung + 3)
+                plans += [runs for runs, _ in self._steps(rung, math.inf, points, max(lowest, below) * (2 - HEADROOM))]
+        found = sorted(
+            ((p.temp_bytes, p.extra_flops, r) for r in plans for p in [predict(self.chain, r)]), key=lambda f: f[:2]
+        )
+        best = [found[0]]
+        for plan in found[1:]:
+            if plan[1] < best[-1][1]:
+                best.append(plan)
+        return tuple(best)
+
+    def _rung(self, n_bytes: float) -> int:
+        """The finest scale that holds so many bytes."""
+        return max(0, math.floor(math.log(max(n_bytes, 1) / self.max_bytes, RUNG) + 1e-9))
+
+    def _most_bytes(self, rung: int) -> int:
+        return math.ceil(self.max_bytes * RUNG**rung)
+
+    def _useful(self, rung: int) -> int:
+        # Slots of one byte are exact: a finer scale adds nothing.
+        while rung and self._most_bytes(rung - 1) * HEADROOM <= self.slots:
+            rung -= 1
+        return rung
+
+    def _tables(self, rung: int, is_bounded: bool = False, is_coarse: bool = False) -> Tables:
+        key = rung, is_bounded, is_coarse
+        if key not in self._filled:
+            while len(self._filled) >= KEPT_TABLES:
+                self._filled.pop(next(iter(self._filled)))
+            most = math.ceil(self._most_bytes(rung) * HEADROOM)
+            is_long = is_coarse or (is_bounded and len(self.chain.stages) > FEW_STAGES)
+            slots, max_depth = self.slots // (COARSER if is_long else 1), self.max_depth if is_bounded else None
+            self._filled[key] = tables_of(self.chain, most, slots, max_depth)
+        return self._filled[key]
+
+    def _steps(
+        self, rung: int, most_bytes: float, points: int | None = None, least_bytes: float = 0
+    ) -> Iterator[tuple[tuple[Run, ...], Prediction]]:
+        """Yield runs and predictions for falling memory, nested no deeper than allowed."""
+        for is_bounded in (False, True):
+            tables = self._tables(rung, is_bounded)
+            steps = [m for m in map(int, tables.steps(most_bytes)[::-1]) if m * tables.unit_bytes >= least_bytes]
+            for slots in steps[:: max(1, len(steps) // points) if points else 1]:
+                runs = tables.runs(slots)
+                if depth(runs) > self.max_depth:
+                    most_bytes = (slots + 1) * tables.unit_bytes
+                    break
+                yield runs, predict(self.chain, runs)
+            else:
+                return
+
+    def _least(self, most_flops: float) -> tuple[Run, ...]:
+        plain = self.chain.plain()
+        best = (predict(self.chain, plain).temp_bytes, plain)
+        if self.max_bytes < best[0]:
+            return solve(self.chain, best[0], self.slots, self.max_depth)._least(most_flops)
+        for is_coarse in (True, False):  # coarse tables find the scale, fine ones the runs
+            rung = -1
+            while rung != (finer := self._useful(self._rung(best[0]))):
+                rung = finer
+                best = min([best, *self._lowest(self._tables(rung, is_coarse=is_coarse), most_flops)], key=_first)
+        if depth(best[1]) <= self.max_depth:
+            return best[1]
+        for rung in range(self._rung(BOUND_COST * best[0]), -3, -3):
+            if found := self._lowest(self._tables(self._useful(max(0, rung)), is_bounded=True), most_flops):
+                return min(found, key=_first)[1]
+        return plain
+
+    def _lowest(self, tables: Tables, most_flops: float) -> list[tuple[int, tuple[Run, ...]]]:
+        """The lowest steps of a table as (predicted bytes, runs), of those that execute no more again than allowed."""
+        most_flops *= 1 + FLOPS_ROUNDING
+        steps = [m for m in map(int, tables.steps(math.inf)) if tables.top[0, m] <= most_flops]
+        found = [(predict(self.chain, runs), runs) for runs in map(tables.runs, steps[:LOWEST])]
+        return [(p.temp_bytes, runs) for p, runs in found if p.extra_flops <= most_flops]
+
+
+def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
+    return pair[0]
+
+
+def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = 8) -> Solution:
+    """Solve a chain for all budgets up to a most.
+
+    Args:
+        chain: The chain.
+        max_bytes: The most memory to plan for, in bytes; `None` for what the chain needs without recomputation.
+        slots: About how many slots to divide it into.
+        max_depth: How deep regions may stand in each other.
+
+    Example:
+        >>> from jaxsub.chain import Chain, Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
+        >>> solve(chain).least()[0].stop
+        2
+    """
+    if max_bytes is None:
+        max_bytes = predict(chain, chain.plain()).temp_bytes
+    return Solution(chain, max(1, max_bytes), slots, max_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimal:
+    """The planner `optimal`.
+
+    Attributes:
+        slots: About how many slots to divide the budget into.
+        max_depth: How deep regions may stand in each other.
+    """
+
+    slots: int = 500
+    max_depth: int = 8
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The budget in bytes; `None` for the least memory that one extra forward pass buys.
+
+        Raises:
+            InfeasibleBudgetError: If no plan is predicted to fit.
+        """
+        solution = solve(chain, None, self.slots, self.max_depth)
+        runs = solution.natural() if budget_bytes is None else solution.runs(budget_bytes)
+        is_free = extra_flops(chain, runs) == 0
+        return plan_from_runs(chain, runs, budget=Budget(budget_bytes), planner="optimal", is_optimal=is_free)

@@ -1,0 +1,125 @@
+"""`recursive(k)`: store k results, recompute and divide again what lies between them.
+
+The stages are divided into k + 1 parts of about equal bytes made, whose ends are stored. Going backward, each part is
+executed again and divided in the same way, so that n equal stages need g(n) = k + g(n / (k + 1)) stored results,
+k log_{k+1} n in all, and are executed at most log_{k+1} n times more. The last part is not executed again: its division
+goes on where it stands. A part of at most k + 1 stages is divided no further: it stores the results of its stages.
+There a stage that would keep more beside its result than that takes is a region of its own, and the others are not.
+
+Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.4, with any k >= 1.
+Ours in addition: parts of equal bytes rather than of equally many stages, which is the same where stages are equal;
+and with a budget but no k, the k of least recompute that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsub.chain import Chain, Run
+from jaxsub.plan import Plan
+from jaxsub.planners.fit import cheapest
+
+GROWTH = 1.25  # from one k to try to the next, once they are large
+
+
+def recursive_runs(chain: Chain, k: int) -> tuple[Run, ...]:
+    """The runs of the recursion that stores `k` results at every level.
+
+    Args:
+        chain: The chain.
+        k: How many results to store; at least 1.
+
+    Example:
+        >>> from jaxsub.chain import Stage
+        >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=1) for s in range(8)), (), ())
+        >>> [(run.start, run.stop) for run in recursive_runs(chain, 1)]
+        [(0, 4), (4, 6), (6, 7), (7, 8)]
+    """
+    return tuple(_divided(chain, _before(chain), 0, len(chain.stages), k))
+
+
+def _before(chain: Chain) -> np.ndarray:
+    made = np.array([stage.made_bytes for stage in chain.stages], dtype=np.float64)
+    weights = made if made.any() else np.ones(len(made))
+    return np.concatenate([[0.0], np.cumsum(weights)])
+
+
+def _divided(chain: Chain, before: np.ndarray, start: int, stop: int, k: int) -> Iterator[Run]:
+    """Yield runs over stages `start .. stop - 1`; `before[s]` is what the stages before `s` weigh."""
+    while stop - start > 1:
+        *ends, _ = _ends(before, start, stop, min(k, stop - start - 1))
+        for end in ends:
+            if end - start == 1:
+                yield Run(start, end) if _is_small(chain, start) else chain.recompute(start)
+            else:
+                yield Run(start, end, None, tuple(_divided(chain, before, start, end, k)))
+            start = end
+    yield Run(start, stop)
+
+
+def _is_small(chain: Chain, stage: int) -> bool:
+    return chain.stages[stage].keep_bytes <= int(chain.crossing_bytes[stage, stage + 1])
+
+
+def _ends(before: np.ndarray, start: int, stop: int, k: int) -> list[int]:
+    """Where k + 1 parts of about equal weight end; none is empty."""
+    ends: list[int] = []
+    for j in range(1, k + 1):
+        goal = before[start] + (before[stop] - before[start]) * j / (k + 1)
+        least, most = (ends[-1] if ends else start) + 1, stop - (k + 1 - j)
+        nearest = least + int(np.abs(before[least : most + 1] - goal).argmin())
+        ends.append(nearest)
+    return [*ends, stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Recursive:
+    """Plan by recursion.
+
+    Attributes:
+        k: How many results to store at every level, at least 1; `None` for the k of least recompute that fits the
+            budget, and for 1, the least memory, where there is no budget.
+
+    Raises:
+        ValueError: If `k` is below 1.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, made_bytes=1) for s in range(64))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(63)))
+        >>> [Recursive(k)(chain).prediction.temp_bytes for k in (1, 2, 3)]
+        [7, 8, 10]
+
+    References:
+        Chen et al., 2016, §4.4.
+    """
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"the recursion stores at least 1 result at every level, got k={self.k}")
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The budget in bytes; `None` for any.
+
+        Raises:
+            InfeasibleBudgetError: If no recursion fits.
+        """
+        ks = [self.k] if self.k is not None else [1] if budget_bytes is None else _tried(len(chain.stages))
+        return cheapest(chain, (recursive_runs(chain, k) for k in ks), budget_bytes, "recursive")
+
+
+def _tried(n: int) -> list[int]:
+    ks, k = [1], 2.0
+    while k < n - 1:
+        ks.append(int(k))
+        k = max(k + 1, k * GROWTH)
+    return sorted({*ks, max(1, n - 1)})

@@ -1,0 +1,133 @@
+"""`revolve(slots)`: binomial checkpointing, optimal on chains of equal stages.
+
+With s slots for stored states, l equal stages and r the least number with beta(s, r) = (s + r over s) >= l, no stage
+is executed more than r times again and the total is the least there is: r l - beta(s + 1, r - 1). The first state is
+stored after j stages; the rest runs with one slot less, then the first j stages anew with all of them. Every j with
+beta(s, r - 2) <= j <= beta(s, r - 1) and beta(s - 1, r - 1) <= l - j <= beta(s - 1, r) is optimal; this takes the
+least, whose nests are shallowest. On other chains the same division is a valid plan and nothing more.
+
+Source: Griewank, Walther, *Algorithm 799: revolve* (2000); the range of optimal j is from Grimm, Pottier,
+Rostaing-Schmidt, *Optimal time and minimum space-time product for reversing a certain class of programs* (1996).
+Not the online variant: the number of stages is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxsub.chain import Chain, Run
+from jaxsub.plan import Plan
+from jaxsub.planners.fit import cheapest
+
+GROWTH = 1.1  # from one number of slots to try to the next, once they are large
+
+
+def beta(slots: int, repeats: int) -> int:
+    """How many equal stages `slots` states and `repeats` further executions of each can reverse.
+
+    Example:
+        >>> beta(3, 2)
+        10
+    """
+    return math.comb(slots + repeats, slots) if slots >= 0 and repeats >= 0 else 0
+
+
+def repeats_of(n: int, slots: int) -> int:
+    """The least number of further executions of each stage that reverses `n` stages with `slots` states."""
+    return next(r for r in range(n + 1) if beta(slots, r) >= n)
+
+
+def revolve_runs(chain: Chain, slots: int) -> tuple[Run, ...]:
+    """The runs of binomial checkpointing.
+
+    Args:
+        chain: The chain.
+        slots: How many states may be stored beside the chain's input; at least 1.
+
+    Example:
+        >>> from jaxsub.chain import Stage
+        >>> chain = Chain(tuple(Stage(s, s + 1) for s in range(10)), (), ())
+        >>> [(run.start, run.stop) for run in revolve_runs(chain, 3)]
+        [(0, 4), (4, 7), (7, 9), (9, 10)]
+    """
+    return tuple(_reversed(chain, 0, len(chain.stages), slots))
+
+
+def _reversed(chain: Chain, start: int, n: int, slots: int) -> Iterator[Run]:
+    while n > 1:
+        repeats = repeats_of(n, slots)
+        first = max(1, beta(slots, repeats - 2), n - beta(slots - 1, repeats))
+        if first == 1:
+            yield chain.recompute(start)
+        else:
+            yield Run(start, start + first, None, tuple(_reversed(chain, start, first, slots)))
+        start, n, slots = start + first, n - first, slots - 1
+    yield Run(start, start + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Revolve:
+    """Plan by binomial checkpointing.
+
+    Attributes:
+        slots: How many states may be stored, at least 1; more are taken where nests would stand deeper than
+            `max_depth`. `None` for the slots of least recompute that fit the budget, and where there is no budget for
+            the fewest that execute no stage more than twice again.
+        max_depth: How deep regions may stand in each other.
+
+    Raises:
+        ValueError: If either is below 1.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(64))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(63)))
+        >>> plan = Revolve(4)(chain)
+        >>> plan.prediction.temp_bytes, plan.prediction.extra_flops
+        (5, 200.0)
+
+    References:
+        Griewank, Walther, 2000.
+    """
+
+    slots: int | None = None
+    max_depth: int = 8
+
+    def __post_init__(self) -> None:
+        if self.max_depth < 1 or (self.slots is not None and self.slots < 1):
+            raise ValueError(f"revolve needs at least 1 slot and depth 1, got {self.slots} and {self.max_depth}")
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The budget in bytes; `None` for any.
+
+        Raises:
+            InfeasibleBudgetError: If no number of slots fits.
+        """
+        n = len(chain.stages)
+        least = _fewest(n, self.max_depth)
+        if self.slots is not None:
+            tried = [max(self.slots, least)]
+        elif budget_bytes is None:
+            tried = [max(least, _fewest(n, 2))]
+        else:
+            tried = _tried(least, n)
+        return cheapest(chain, (revolve_runs(chain, slots) for slots in tried), budget_bytes, "revolve")
+
+
+def _fewest(n: int, repeats: int) -> int:
+    """The fewest slots that reverse `n` stages with so many further executions of each."""
+    return next(slots for slots in range(1, n + 1) if beta(slots, repeats) >= n)
+
+
+def _tried(least: int, n: int) -> list[int]:
+    tried, slots = [least], least + 1.0
+    while slots < n - 1:
+        tried.append(int(slots))
+        slots = max(slots + 1, slots * GROWTH)
+    return sorted({*tried, max(least, n - 1)})

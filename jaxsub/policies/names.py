@@ -1,0 +1,122 @@
+"""Policies by name: the ready-made ones, and how a name in a config is read."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxsub.budget import Budget
+from jaxsub.errors import PolicyError
+from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
+
+JaxPolicy = Callable[..., Any]
+"""A policy by JAX's protocol: `policy(primitive, *avals, **params)`, true for what may be saved."""
+
+save_nothing = SaveNothing()
+sqrt = Sqrt()
+READY = {"save_all": SaveAll(), "save_costly": SaveCostly()}
+"""Those that JAX may ignore; see `jaxsub.policies`."""
+
+
+def save_within(limit: str | int) -> SaveWithin:
+    """Make the policy that saves at most `limit`.
+
+    Args:
+        limit: Bytes as an int, or text such as `"2GiB"` or `"512MB"`.
+
+    Raises:
+        BudgetError: If the limit cannot be read or is not positive.
+        PolicyError: If it is a fraction: a policy knows no whole to take it of.
+
+    Example:
+        >>> save_within("2GiB")
+        SaveWithin(n_bytes=2147483648)
+    """
+    n_bytes = Budget.parse(limit).n_bytes
+    if n_bytes is None:
+        raise PolicyError(f'save_within takes bytes as an int or as text such as "2GiB", got {limit!r}.')
+    return SaveWithin(n_bytes)
+
+
+def recursive(k: int = 1) -> Recursive:
+    """Make the policy of the paper's recursion.
+
+    Args:
+        k: How many results to save at every level, at least 1.
+
+    Example:
+        >>> print(recursive(2))
+        recursive(2)
+    """
+    return Recursive(k)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all policies, with what they take."""
+    return ("save_nothing", "save_all", "save_costly", "save_within(BYTES)", "sqrt", "recursive(K)")
+
+
+def get(policy: str | Policy | JaxPolicy | None) -> Policy | JaxPolicy:
+    """Find a policy by name; a policy is returned as it is, and `None` is `save_nothing`, as for JAX.
+
+    Args:
+        policy: A name such as `"save_costly"`, `"save_costly(+exp, -sort)"`, `"save_within(2GiB)"`, `"sqrt"` or
+            `"recursive(2)"`; a policy of ours or of JAX's; or `None`.
+
+    Raises:
+        PolicyError: If there is no such policy, or it does not take what the parentheses hold.
+        BudgetError: If the limit of `save_within` cannot be read.
+
+    Example:
+        >>> get("save_within(1.5KiB)")
+        SaveWithin(n_bytes=1536)
+    """
+    if policy is None:
+        return save_nothing
+    if not isinstance(policy, str):
+        if callable(policy) and not isinstance(policy, type):
+            return policy
+        raise PolicyError(
+            f"A policy is a name or an object of jaxsub.policies or jax.checkpoint_policies, got {policy!r}."
+        )
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", policy)
+    name, text = (match[1], (match[2] or "").strip()) if match else (policy, "")
+    if name in _MAKERS:
+        return _MAKERS[name](text)
+    raise PolicyError(f"There is no policy {policy!r}; there are {', '.join(names())}.")
+
+
+def _numbers(text: str, make: Callable[..., Policy]) -> Policy:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    wanted = len(inspect.signature(make).parameters)
+    if len(parts) > wanted or not all(part.isdigit() for part in parts):
+        raise PolicyError(f"{make.__name__}({text}): give at most {wanted} whole number.")
+    return make(*map(int, parts))
+
+
+def _costly(text: str) -> SaveCostly:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if wrong := [part for part in parts if part[0] not in "+-"]:
+        raise PolicyError(f"save_costly({text}): write +name for costly and -name for cheap, got {wrong[0]!r}.")
+    return SaveCostly([p[1:] for p in parts if p[0] == "+"], [p[1:] for p in parts if p[0] == "-"])  # type: ignore[arg-type]
+
+
+def _bare(policy: Policy) -> Callable[[str], Policy]:
+    def make(text: str) -> Policy:
+        if text:
+            raise PolicyError(f"The policy {policy} takes nothing in parentheses, got {text!r}.")
+        return policy
+
+    return make
+
+
+_MAKERS: dict[str, Callable[[str], Policy]] = {
+    "save_nothing": _bare(save_nothing),
+    "save_all": _bare(READY["save_all"]),
+    "save_costly": _costly,
+    "save_within": save_within,
+    "sqrt": _bare(sqrt),
+    "recursive": lambda text: _numbers(text, recursive),
+}

@@ -1,0 +1,345 @@
+"""What every stage and every option of it costs: a `Chain`, from a `Program` and its cuts.
+
+Bytes of saved values, of what crosses the cuts and of shared weights are exact and need no compiler. What a backward or
+forward pass allocates for itself comes from a `Coster`: the `analytic` one counts lives (`jaxsub.analytic`), the
+`compiled` one asks the compiler (`jaxsub.probes`), once for each distinct run and option, and remembers it.
+
+Runs of several stages with a min-cut of their own have many kinds and few uses: they are priced analytically, scaled
+by what the compiler said of their stages, until a planner uses them; `Pricer.refine` then asks the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from jaxsub import analytic, compat, probes
+from jaxsub.chain import Chain, Item, Loop, Option, Stage
+from jaxsub.compiled import measure_compiled
+from jaxsub.loops import LoopChoice, find_loops, loop_choices, with_loops
+from jaxsub.options import Choice, TracedRun, choices, trace_run
+from jaxsub.plan import Plan, walk
+from jaxsub.program import Program
+from jaxsub.stages import find_crossings, kind_of
+from jaxsub.store import Store, key_of
+from jaxsub.targets import Target
+
+LOOP_RIVALS = 2
+"""Ways to run a loop that are compiled together with one that a plan uses."""
+
+REGION_SIZES = (2, 4, 8)
+"""Stages in the multi-stage regions that are offered to planners."""
+
+HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
+"""Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
+
+Kind = tuple[Any, ...]
+Saved = tuple[int, ...] | Loop
+"""What of a run is priced: with what it saves, or how the loop runs that it is."""
+Job = tuple[str, int, int, Saved]
+
+
+@dataclass(slots=True, eq=False)
+class Pricer:
+    """Prices the runs of one program for one target.
+
+    Attributes:
+        program: The program.
+        target: What to compile for.
+        is_compiled: Whether to ask the compiler; otherwise lives are counted.
+        store: Where prices are remembered between processes, or `None`.
+        progress: Called with each label as something is priced.
+        workers: Compiles that run at once.
+    """
+
+    program: Program
+    target: Target
+    is_compiled: bool = True
+    store: Store | None = None
+    progress: Callable[[str], None] = lambda label: None
+    workers: int = 2
+    _prices: dict[Any, int] = field(init=False, default_factory=dict)
+    _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
+    _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
+    _ways: dict[Kind, tuple[LoopChoice, ...]] = field(init=False, default_factory=dict)
+    _loops: frozenset[int] = field(init=False)
+    _last_use: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last_use = self.program.graph.last_uses()
+        self._loops = frozenset(find_loops(self.program))
+
+    def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = REGION_SIZES) -> Chain:
+        """Price stages and regions.
+
+        Args:
+            cuts: The first node of each stage, and the number of nodes last.
+            sizes: How many stages the regions of several stages have.
+
+        Returns:
+            The chain, for planners.
+        """
+        runs = list(pairwise(cuts))
+        self._price_stages(runs)
+        stages = tuple(self._stage(start, stop, cuts) for start, stop in runs)
+        spans = [(s, s + size) for size in (1, *sizes) for s in range(len(runs) - size)]
+        wanted = self._worth(spans, cuts)
+        items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b])) for a, b in wanted]
+        items += [
+            Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
+        ]
+        origin = "compiled" if self.is_compiled else "analytic"
+        return Chain(stages, tuple(items), find_crossings(self.program.graph, cuts), self.program.fingerprint, origin)
+
+    def refine(self, plan: Plan) -> bool:
+        """Ask the compiler for the regions of several stages that a plan uses; say whether anything new was learnt."""
+        if not self.is_compiled:
+            return False
+        fences = set(plan.barriers)
+        leaves = [s for s in walk(plan.segments) if not s.children and not fences & set(range(s.start + 1, s.stop))]
+        leaves = [s for s in leaves if not self._is_pinned(s.start, s.stop)]
+        firsts = {(s.start, s.stop): self.program.graph.first_value(s.start) for s in leaves}
+        jobs: list[Job] = [
+            ("backward", s.start, s.stop, tuple(v - firsts[s.start, s.stop] for v in s.saved)) for s in leaves
+        ]
+        jobs += [job for loop in plan.loops for job in self._loop_jobs(loop)]
+        return self._price(jobs) > 0
+
+    def _loop_jobs(self, loop: Loop) -> Iterator[Job]:
+        """The way a loop runs, and while that is not priced its rivals: those that run less again and need little."""
+        used, run = replace(loop, node=0), (loop.node, loop.node + 1)
+        yield "loop", *run, used
+        ways = self._ways.get(self._kind(*run), ())
+        most = max((w.again_flops for w in ways if replace(w.loop, node=0) == used), default=0.0)
+        rivals = [
+            w
+            for w in ways
+            if w.again_flops <= most and self._key("loop", *run, replace(w.loop, node=0)) not in self._prices
+        ]
+        if self._key("loop", *run, used) not in self._prices:
+            for way in sorted(rivals, key=lambda w: w.transient_bytes)[:LOOP_RIVALS]:
+                yield "loop", *run, replace(way.loop, node=0)
+
+    def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
+        """Single stages, and longer regions of kinds that occur more than once: the others are not worth a trace."""
+        count: dict[Kind, int] = {}
+        for a, b in spans:
+            kind = self._kind(cuts[a], cuts[b])
+            count[kind] = count.get(kind, 0) + 1
+        worth = [(a, b) for a, b in spans if b == a + 1 or count[self._kind(cuts[a], cuts[b])] > 1]
+        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
+
+    def _is_pinned(self, start: int, stop: int) -> bool:
+        """Whether a run holds what must be executed once: it is never wrapped, and not traced by itself."""
+        return not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
+
+    def _kind(self, start: int, stop: int) -> Kind:
+        if (start, stop) not in self._kinds:
+            self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop, self._last_use)
+        return self._kinds[start, stop]
+
+    def _run(self, start: int, stop: int) -> tuple[TracedRun, tuple[Choice, ...]]:
+        kind = self._kind(start, stop)
+        if kind not in self._traced:
+            traced = trace_run(self.program, start, stop)
+            self._traced[kind] = (traced, choices(traced))
+        return self._traced[kind]
+
+    def _price_stages(self, runs: Sequence[tuple[int, int]]) -> None:
+        jobs: list[Job] = []
+        for start, stop in runs:
+            if self._is_pinned(start, stop):
+                continue
+            is_last = stop == len(self.program.eqns)
+            jobs += [("forward", start, stop, ()), ("last" if is_last else "keep", start, stop, ())]
+            if not is_last and self._may_hoist(start, stop):
+                jobs.append(("hoist", start, stop, ()))
+            if not is_last:
+                jobs += [("backward", start, stop, c.saved) for c in self._run(start, stop)[1]]
+        if self.is_compiled:
+            self._price(jobs)
+
+    def _may_hoist(self, start: int, stop: int) -> bool:
+        return self.is_compiled and any(e.primitive.name in HOISTING for e in self._run(start, stop)[0].backward)
+
+    def _hoisted_bytes(self, start: int, stop: int) -> int:
+        """What the compiler makes for a region before the program starts, and keeps until its backward pass."""
+        return self._bytes("hoist", start, stop, ()) if self._may_hoist(start, stop) else 0
+
+    def _stage(self, start: int, stop: int, cuts: Sequence[int]) -> Stage:
+        graph = self.program.graph
+        nodes = graph.nodes[start:stop]
+        is_last = stop == len(graph.nodes)
+        if self._is_pinned(start, stop):
+            return self._pinned(start, stop)
+        tail = self._run(start, stop)[1][0].recompute_flops
+        transient = self._bytes("last" if is_last else "backward", start, stop, ())
+        keep = self._bytes("last" if is_last else "keep", start, stop, ())
+        if self.is_compiled and not is_last:
+            keep = max(0, keep - analytic.kept_returned_bytes(self._run(start, stop)[0]))
+        most_saving = self._run(start, stop)[1][-1]
+        left = transient if is_last else self._bytes("backward", start, stop, most_saving.saved)
+        made = graph.made_by(start, stop)
+        return Stage(
+            start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
+            self._bytes("forward", start, stop, ()), transient, keep,
+            max(keep, keep + left - most_saving.saved_bytes) if not is_last else transient,
+            self._shared_weight_bytes(start, stop), sum(graph.values[v].n_bytes for v in made), made.start,
+            0 if is_last else self._hoisted_bytes(start, stop),
+        )  # fmt: skip
+
+    def _pinned(self, start: int, stop: int) -> Stage:
+        """A stage that runs once: it is taken to keep all it makes and to allocate as much again."""
+        graph = self.program.graph
+        made, flops = graph.made_by(start, stop), sum(n.flops for n in graph.nodes[start:stop])
+        size = sum(graph.values[v].n_bytes for v in made)
+        return Stage(
+            start, stop, hash(self._kind(start, stop)), flops, flops, size, size, size, size, 0, size, made.start
+        )
+
+    def _shared_weight_bytes(self, start: int, stop: int) -> int:
+        graph = self.program.graph
+        read = {v for n in graph.nodes[start:stop] for v in n.inputs if graph.values[v].producer is None}
+        shared = [graph.values[v] for v in read if graph.values[v].is_differentiated]
+        return sum(v.n_bytes for v in shared if any(not start <= c < stop for c in v.consumers))
+
+    def _options(self, start: int, stop: int, stages: Sequence[Stage]) -> tuple[Option, ...]:
+        traced, found = self._run(start, stop)
+        scale = 1.0
+        if self.is_compiled and len(stages) > 1:
+            scale = max(self._scale(s.start, s.stop) for s in stages)
+        hoisted = sum(self._hoisted_bytes(s.start, s.stop) for s in stages)
+        options = []
+        for c in found:
+            key = self._key("backward", start, stop, c.saved)
+            known = self._prices.get(key) if key in self._prices else None
+            transient = known if known is not None else int(scale * analytic.backward_bytes(traced, c.saved))
+            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops))
+        return tuple(options)
+
+    def _is_loop(self, stage: Stage) -> bool:
+        return stage.stop == stage.start + 1 and stage.start in self._loops
+
+    def _loop_options(self, stage: Stage) -> Iterator[Option]:
+        """The ways to run the loop that a stage is: as it stands, and inside a region that keeps nothing of it."""
+        kind, least_bytes = self._kind(stage.start, stage.stop), float("inf")
+        if kind not in self._ways:
+            self._ways[kind] = loop_choices(self.program, stage.start, self._step_bytes if self.is_compiled else None)
+        for way in self._ways[kind]:
+            loop = replace(way.loop, node=0)
+            transient = self._loop_bytes(stage, way)
+            yield Option(
+                (), min(way.kept_bytes, transient), transient, way.again_flops, 0.0, (loop,), way.again_flops, False
+            )
+            if transient < least_bytes and stage.stop < len(self.program.eqns):
+                least_bytes = transient
+                yield Option((), 0, transient, stage.tail_flops + way.again_flops, 0.0, (loop,), way.again_flops)
+
+    def _step_bytes(self, body: Program) -> int:
+        """What the backward pass of one step of a loop allocates."""
+        kind = kind_of(body.graph, body.signatures, 0, len(body.eqns), body.graph.last_uses())
+        key = ("backward", kind, ())
+        if key not in self._prices:
+            known = self._recall(key)
+            self._prices[key] = (
+                self._compile(probes.backward_probe(body, 0, len(body.eqns), ())) if known is None else known
+            )
+            if known is None and self.store is not None:
+                self.store.put(self._text(key), self._prices[key])
+        return self._prices[key]
+
+    def _loop_bytes(self, stage: Stage, way: LoopChoice) -> int:
+        """What the compiler said of a way to run a loop, or what it said of its likes to go by."""
+        key = self._key("loop", stage.start, stage.stop, replace(way.loop, node=0))
+        if key in self._prices:
+            return self._prices[key]
+        known = [
+            (w.transient_bytes - w.kept_bytes, self._prices[k] - w.kept_bytes)
+            for w in self._ways[key[1]]
+            if _is_like(way, w)
+            if (k := self._key("loop", stage.start, stage.stop, replace(w.loop, node=0))) in self._prices
+        ]
+        scale = max((found / max(guess, 1) for guess, found in known), default=1.0)
+        return way.kept_bytes + int(max(scale, 0.0) * (way.transient_bytes - way.kept_bytes))
+
+    def _scale(self, start: int, stop: int) -> float:
+        traced = self._run(start, stop)[0]
+        return max(1.0, self._bytes("backward", start, stop, ()) / max(analytic.backward_bytes(traced, ()), 1))
+
+    def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
+        key = self._key(what, start, stop, saved)
+        if key not in self._prices:
+            if self.is_compiled:
+                self._price([(what, start, stop, saved)])
+            else:
+                self._prices[key] = self._count(what, start, stop, saved)
+        return self._prices[key]
+
+    def _count(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
+        traced = self._run(start, stop)[0]
+        if what == "forward":
+            return analytic.forward_bytes(traced)
+        if what == "keep":
+            return analytic.kept_bytes(traced)
+        return analytic.backward_bytes(traced, saved)
+
+    def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
+        return what, self._kind(start, stop), saved
+
+    def _price(self, jobs: Iterable[Job]) -> int:
+        """Recall or compile what is not known yet, several at once; return how many were new."""
+        fresh = {key: job for job in jobs if (key := self._key(*job)) not in self._prices}
+        n_new = len(fresh)
+        for key in list(fresh):
+            if (price := self._recall(key)) is not None:
+                self._prices[key] = price
+                del fresh[key]
+        probed = {key: self._probe(*job) for key, job in fresh.items()}
+        with ThreadPoolExecutor(self.workers) as pool:
+            # settings made by a context manager, such as jax.enable_x64, hold in one thread only
+            is_alike = not probed or pool.submit(compat.trace_context).result() == compat.trace_context()
+            prices = (pool.map if is_alike else map)(self._compile, probed.values())
+            for key, price in zip(probed, prices, strict=True):
+                self._prices[key] = price
+                self.progress(f"{key[0]} of a stage")
+                if self.store is not None:
+                    self.store.put(self._text(key), price)
+        return n_new
+
+    def anew(self) -> Pricer:
+        """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
+        return Pricer(self.program, self.target, self.is_compiled, self.store, self.progress, self.workers)
+
+    def _recall(self, key: Any) -> int | None:
+        found = self.store.get(self._text(key)) if self.store is not None else None
+        return found if isinstance(found, int) else None
+
+    def _text(self, key: Any) -> str:
+        return key_of("price", compat.remat_flavour(), self.target.name, self.target.spec or "", repr(key))
+
+    def _compile(self, probe: probes.Probe) -> int:
+        return max(0, measure_compiled(probe.call, probe.args, self.target).temp_bytes - probe.ballast_bytes)
+
+    def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
+        if isinstance(saved, Loop):
+            return probes.loop_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
+        if what == "forward":
+            return probes.forward_probe(self.program, start, stop)
+        if what == "last":
+            return probes.last_probe(self.program, start, stop)
+        if what == "hoist":
+            return probes.hoist_probe(self.program, start, stop, doubles=self.target.platform == "cpu")
+        if what == "keep":
+            return probes.keep_probe(self.program, start, stop, doubles=self.target.platform == "cpu")
+        return probes.backward_probe(self.program, start, stop, saved)
+
+
+def _is_like(a: LoopChoice, b: LoopChoice) -> bool:
+    """Whether two ways to run a loop differ only in numbers of steps."""
+    shapes = [
+        (len(w.loop.blocks), bool(w.loop.kept_steps), replace(w.loop, node=0, blocks=(), kept_steps=0)) for w in (a, b)
+    ]
+    return shapes[0] == shapes[1]

@@ -1,0 +1,171 @@
+"""What the compiler allocates for one run of nodes: small programs that make it say so.
+
+Each probe is a function and its arguments, compiled but never run. What must count as temporary is made inside the
+program, each buffer from a seed of its own (equal-looking stand-ins would be merged into one); what must not count, the
+run's inputs, comes as arguments. Gradients of weights go out as outputs; cotangents of activations are held together
+with them behind one barrier, then summed, so that no output buffer can hide them.
+
+The memory figures need no loop, except one: what the compiler keeps of an unwrapped run between its passes shows only
+while something else holds the peak. There a loop over a ballast of known size stands between the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
+from jaxsub.program import Program
+
+BALLAST_BYTES = 2**31
+"""More than any one stage is likely to allocate for itself; nothing of it is ever allocated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A function to compile, its arguments, and what to take off the bytes it needs."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    ballast_bytes: int = 0
+
+
+def backward_probe(program: Program, start: int, stop: int, saved: Sequence[int]) -> Probe:
+    """The backward pass of a region that saves `saved`: recomputation, cotangents in and out."""
+    names = [f"jaxsub_{offset}" for offset in saved]
+    tag = (lambda x, offset: checkpoint_name(x, f"jaxsub_{offset}")) if saved else None
+    function = run_function(program, start, stop, tag=tag, saved=saved)
+    policy = jax.checkpoint_policies.save_only_these_names(*names) if saved else None
+    region = jax.checkpoint(function.call, policy=policy)
+    avals = read_avals(program, function)
+    trees: list[Any] = []
+
+    def residuals_of(*inputs: Any) -> Any:
+        outs, pullback = vjp_of(function, region, inputs)
+        leaves, tree = jax.tree.flatten(pullback)
+        trees.append((tree, outs))
+        return leaves
+
+    closed = jax.make_jaxpr(residuals_of)(*avals)
+    (tree, outs), jaxpr = trees[0], closed.jaxpr
+    place = {v: i for i, v in enumerate(jaxpr.invars)}
+    sources = [place.get(v) if not hasattr(v, "val") else None for v in jaxpr.outvars]
+    shapes = [(a.shape, a.dtype) for a in closed.out_avals]
+    cotangents = [(o.shape, o.dtype) for o in outs]
+
+    def call(inputs: Sequence[Any], seeds: Any) -> Any:
+        made = _fill([s for s, i in zip(shapes, sources, strict=True) if i is None] + cotangents, seeds)
+        stored, cts = made[: len(made) - len(cotangents)], made[len(made) - len(cotangents) :]
+        stored_iter = iter(stored)
+        leaves = [next(stored_iter) if i is None else inputs[i] for i in sources]
+        return _finish(program, function, jax.tree.unflatten(tree, leaves)(tuple(cts)))
+
+    n_seeds = len(cotangents) + sum(i is None for i in sources)
+    return Probe(call, (avals, jax.ShapeDtypeStruct((max(n_seeds, 1),), jnp.float32)))
+
+
+def forward_probe(program: Program, start: int, stop: int) -> Probe:
+    """The forward pass of a run, its results as outputs."""
+    function = run_function(program, start, stop)
+    return Probe(lambda inputs: function.call(*inputs), (read_avals(program, function),))
+
+
+def last_probe(program: Program, start: int, stop: int) -> Probe:
+    """The forward and backward pass of the last run, unwrapped: its backward pass starts at once."""
+    function = run_function(program, start, stop)
+    avals = read_avals(program, function)
+    outs = jax.eval_shape(function.call, *avals)[0]
+
+    def call(inputs: Sequence[Any], cotangents: Any) -> Any:
+        results, pullback = vjp_of(function, function.call, inputs)
+        cts = (jnp.ones((), results[0].dtype),) if program.loss is not None else cotangents
+        return results, _finish(program, function, pullback(cts if len(cts) == len(results) else cotangents))
+
+    return Probe(call, (avals, tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)))
+
+
+def loop_probe(program: Program, start: int, stop: int) -> Probe:
+    """The forward and backward pass of a run of which nothing but what it keeps itself stands between them."""
+    function = run_function(program, start, stop)
+    avals = read_avals(program, function)
+
+    def call(inputs: Sequence[Any]) -> Any:
+        results, pullback = vjp_of(function, function.call, inputs)
+        results = jax.lax.optimization_barrier(results)
+        seeds = [jnp.ravel(r)[0].astype(jnp.float32) for r in results]
+        cts = _fill([(r.shape, r.dtype) for r in results], seeds)
+        return results, _finish(program, function, pullback(tuple(cts)))
+
+    return Probe(call, (avals,))
+
+
+def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Probe:
+    """A loop over a ballast that everything a run reads waits for, then the run and its backward pass.
+
+    What stands beside the ballast waits for nothing: index arrays and zeros that the compiler makes for a scatter, say.
+    It makes them when the program starts, and they stand until the run's backward pass.
+
+    Args:
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        doubles: Whether the backend's loops keep two copies of what they carry.
+    """
+    function = run_function(program, start, stop)
+    region = jax.checkpoint(function.call)
+    avals = read_avals(program, function)
+    outs = jax.eval_shape(function.call, *avals)[0]
+
+    def call(inputs: Sequence[Any], seed: Any) -> Any:
+        ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), jnp.broadcast_to(seed, (BALLAST_BYTES // 4,)))
+        *inputs, ballast = jax.lax.optimization_barrier((*inputs, ballast))
+        results, pullback = vjp_of(function, region, inputs)
+        cts = _fill([(r.shape, r.dtype) for r in results], jax.lax.dynamic_slice(ballast, (0,), (max(len(outs), 1),)))
+        return _finish(program, function, pullback(tuple(cts)), is_summed=True)
+
+    return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
+
+
+def keep_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Probe:
+    """A run's forward pass, a loop over a ballast, its backward pass: what is kept stands beside the ballast.
+
+    Args:
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        doubles: Whether the backend's loops keep two copies of what they carry, as the CPU's do.
+    """
+    function = run_function(program, start, stop)
+    avals = read_avals(program, function)
+
+    def call(inputs: Sequence[Any]) -> Any:
+        results, pullback = vjp_of(function, function.call, inputs)
+        seed = sum(jnp.sum(r).astype(jnp.float32) for r in results)
+        ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
+        ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), ballast)
+        seeds = jax.lax.dynamic_slice(ballast, (0,), (max(len(results), 1),))
+        cts = _fill([(r.shape, r.dtype) for r in results], seeds)
+        return _finish(program, function, pullback(tuple(cts)), is_summed=True)
+
+    return Probe(call, (avals,), BALLAST_BYTES * (2 if doubles else 1))
+
+
+def _fill(shapes: Sequence[tuple[Any, Any]], seeds: Any) -> list[Any]:
+    """Arrays of given shapes, each from its own seed, all behind one barrier."""
+    made = [jnp.broadcast_to((seeds[i] > 0 if dtype == jnp.bool_ else seeds[i].astype(dtype)), shape)
+            for i, (shape, dtype) in enumerate(shapes)]  # fmt: skip
+    return list(jax.lax.optimization_barrier(made)) if made else []
+
+
+def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], *, is_summed: bool = False) -> Any:
+    """Weights' gradients as outputs, activations' cotangents held with them, then summed."""
+    gradients = jax.lax.optimization_barrier(tuple(gradients))
+    values = [program.graph.values[function.reads[i]] for i in function.differentiated]
+    weights = [g for g, v in zip(gradients, values, strict=True) if v.producer is None and not is_summed]
+    others = [g for g, v in zip(gradients, values, strict=True) if v.producer is not None or is_summed]
+    return weights, sum((jnp.sum(g).astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))

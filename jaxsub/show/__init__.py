@@ -1,0 +1,1 @@
+"""Plans shown: as text of 80 columns, as a page for notebooks and browsers, and as matplotlib axes."""

@@ -1,0 +1,172 @@
+"""Plans, frontiers and explanations in plain words, at most 80 columns wide: what `print` shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxsub.budget import format_bytes
+from jaxsub.chain import Loop
+from jaxsub.plan import Plan
+from jaxsub.show.curves import curves
+
+if TYPE_CHECKING:
+    from jaxsub.explain import Explanation, Group
+    from jaxsub.frontier import Frontier, Point
+
+COLUMNS = 80
+CHART_ROWS, CHART_COLUMNS = 7, 66
+HOLDINGS = 8
+"""How many of a plan's holdings are listed; the others are counted."""
+
+GROUPS = 6
+"""How many groups of residuals are listed."""
+
+BAR_COLUMNS = 20
+DOMINANT = 0.4
+"""A group with more than this share of all residuals dominates."""
+
+
+def describe(plan: Plan) -> str:
+    """Say in plain words what a plan keeps, recomputes and costs; at most 80 columns wide."""
+    lines = [f"jaxsub plan by `{plan.planner}`, budget: {plan.budget}"]
+    lines += list(_memory_lines(plan))
+    counts = plan.mirror_counts
+    again = sum(1 for m in counts if m)
+    lines.append(f"recompute  {again} of {plan.n_nodes} equations, at most {times(max(counts, default=0))};"
+                 f" {plan.n_regions} regions, {len(plan.barriers)} barriers")  # fmt: skip
+    lines += [f"loop       equation {loop.node}: {_loop_words(loop)}" for loop in plan.loops]
+    lines += [f"keep       {h.count:>4} x {format_bytes(h.n_bytes):>9}  {h.label}" for h in plan.holdings[:HOLDINGS]]
+    if len(plan.holdings) > HOLDINGS:
+        lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
+    return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
+
+
+def _loop_words(loop: Loop) -> str:
+    """How a loop runs."""
+    words = [f"blocks of {' of '.join(map(str, loop.blocks))}" if loop.blocks else "no blocks"]
+    words += [f"each step again, {len(loop.saved)} values saved"] if loop.is_recomputed else []
+    words += [f"{loop.kept_steps} steps kept"] if loop.kept_steps else []
+    return ", ".join(words) + "".join(f"; inside: {_loop_words(inner)}" for inner in loop.inner)
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    for name, before, after in (
+        ("predicted", plan.plain_prediction, plan.prediction),
+        ("measured ", plan.plain_measurement, plan.measurement),
+    ):
+        if after is not None:
+            was = f"{format_bytes(before.temp_bytes)} -> " if before is not None else ""
+            less = f" ({before.temp_bytes / max(after.temp_bytes, 1):.1f}x less)" if before is not None else ""
+            yield f"{name}  peak {was}{format_bytes(after.temp_bytes)}{less}"
+    if plan.prediction is not None:
+        share = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0)
+        yield f"extra      {share:.1%} of one forward pass in FLOPs" + _measured_flops(plan)
+    if plan.measurement is None:
+        yield "           not verified by a compile"
+
+
+def _measured_flops(plan: Plan) -> str:
+    if plan.measurement is None or plan.plain_measurement is None or not plan.plain_measurement.flops:
+        return ""
+    return f"; the compiler counts {(plan.measurement.flops or 0) / plan.plain_measurement.flops:.3f}x in all"
+
+
+def _chart(plan: Plan) -> Iterator[str]:
+    """Live bytes over time: `.` before, `#` after."""
+    before, after = curves(plan)
+    if after is None:
+        return
+    end = max(c.end for c in (before, after) if c is not None)
+    peak = max(c.peak_bytes for c in (before, after) if c is not None)
+    if not peak:
+        return
+    was = before.sampled(CHART_COLUMNS, end) if before is not None else (0,) * CHART_COLUMNS
+    now = after.sampled(CHART_COLUMNS, end)
+    yield ""
+    yield "predicted memory over time: `.` without the plan, `#` with it"
+    for row in range(CHART_ROWS, 0, -1):
+        level = peak * (row - 0.5) / CHART_ROWS
+        label = format_bytes(peak) if row == CHART_ROWS else ""
+        marks = ("#" if b >= level else "." if a >= level else " " for a, b in zip(was, now, strict=True))
+        yield f"{label:>11} |{''.join(marks)}".rstrip()
+    turn = min(CHART_COLUMNS - 1, round(after.turn / end * CHART_COLUMNS))
+    yield " " * 12 + "-" * turn + "+" + "-" * (CHART_COLUMNS - turn)
+    yield (" " * 12 + "forward"[:turn].ljust(turn) + "| backward").rstrip()[:COLUMNS]
+
+
+def times(n: int) -> str:
+    """How often, in words: `once`, `3 times`."""
+    return "once" if n == 1 else f"{n} times"
+
+
+def describe_frontier(frontier: Frontier) -> str:
+    """A table of plans, least memory first, and beside it what is made by hand; at most 80 columns wide."""
+    top = max([p.temp_bytes for p in frontier.points] + [1])
+    lines = ["predicted       again                 memory               plan"]
+    lines += [_point_line(p, top) for p in frontier.points]
+    if frontier.others:
+        lines += ["", "for comparison, on the same stages:", *(_point_line(p, top) for p in frontier.others)]
+    if any(p.plan.measurement is not None for p in frontier.points):
+        lines += ["", "measured by the compiler, in the same order:"]
+        lines += ["  " + format_bytes(p.plan.measurement.temp_bytes) for p in frontier.points if p.plan.measurement]
+    return "\n".join(line[:COLUMNS].rstrip() for line in lines)
+
+
+def _point_line(point: Point, top: int) -> str:
+    bar = "#" * max(1, min(BAR_COLUMNS, round(BAR_COLUMNS * point.temp_bytes / top)))
+    figures = f"{format_bytes(point.temp_bytes):>10} {point.extra:>8.1%} {point.plan.n_regions:>5} regions"
+    return f"{figures}  {bar:<{BAR_COLUMNS}} {point.name}"
+
+
+def describe_explanation(found: Explanation) -> str:
+    """Where memory goes, what dominates, and what budgets buy; at most 80 columns wide."""
+    plain, n = found.frontier.points[-1], len(found.residuals)
+    lines = [
+        f"The backward pass reads {format_bytes(found.total_bytes)} that the forward pass makes, in {n} arrays,",
+        f"and {format_bytes(found.given_bytes)} of arguments and constants, which stand anyway. The compiler",
+        f"makes some of it again inside fusions: the predicted peak is {format_bytes(plain.temp_bytes)}.",
+    ]
+    scopes, sources = found.by_scope(), found.by_source()
+    if len(scopes) > 1:
+        lines += ["", "by module or named scope", *_group_lines(scopes, found.total_bytes)]
+    lines += ["", "by source line", *_group_lines(sources, found.total_bytes)]
+    lines += ["", "by what makes it", *_group_lines(found.by_producer(), found.total_bytes)]
+    lines += ["", *_verdict(sources, found.total_bytes), *_reach(found.frontier)]
+    return "\n".join(line[:COLUMNS].rstrip() for line in lines)
+
+
+def _group_lines(groups: Sequence[Group], total: int) -> list[str]:
+    shown, rest = groups[:GROUPS], groups[GROUPS:]
+    lines = [
+        f"{format_bytes(g.n_bytes):>10} {g.n_bytes / max(total, 1):>6.1%} {g.count:>5} x  {g.label}" for g in shown
+    ]
+    return lines + ([f"{format_bytes(sum(g.n_bytes for g in rest)):>10} in {len(rest)} others"] if rest else [])
+
+
+def _verdict(sources: Sequence[Group], total: int) -> list[str]:
+    if not sources or not total:
+        return ["Nothing is kept for the backward pass."]
+    share = sources[0].n_bytes / total
+    return [f"{sources[0].label} holds {share:.0%} of it." if share > DOMINANT else
+            f"No line dominates: the largest, {sources[0].label}, holds {share:.0%}."]  # fmt: skip
+
+
+def _reach(frontier: Frontier) -> list[str]:
+    """What budgets are within reach, in words."""
+    least, plain = frontier.points[0], frontier.points[-1]
+    if len(frontier.points) < 2:
+        return ["No budget below that is within reach."]
+    lines = ["Within reach, as predicted:"]
+    for point in frontier.points[:-1][::-1]:
+        share = f"{point.temp_bytes / max(plain.temp_bytes, 1):.0%} of it"
+        lines.append(f'  budget="{_budget(point.temp_bytes)}", {share}, for {point.extra:.1%} of a forward pass again')
+    return [*lines, f"Less than {format_bytes(least.temp_bytes)} is out of reach."]
+
+
+def _budget(n_bytes: int) -> str:
+    """Bytes as a budget is written, rounded up in the last place."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size:
+            return f"{-(-n_bytes * 100 // size) / 100:g}{unit}"
+    return f"{n_bytes}B"

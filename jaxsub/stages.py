@@ -1,0 +1,144 @@
+"""Where to cut a graph into stages, and which stages are alike.
+
+A cut is worth having where few bytes cross. Between every two consecutive costly nodes there is one candidate, the
+earliest position with the least live bytes (a stage that ends in its costly node never runs it again); it is kept if
+no candidate within a window of `window` costly nodes on either side has less. That finds ResNet blocks, LSTM cells,
+MLP layers and the halves of transformer blocks without being told of them. Weights do not count: they stand in memory
+whatever is planned.
+
+Neighbours of least weight are merged until at most `max_stages` are left. Two runs of nodes are of one kind when they
+are the same equations, wired alike, with the same values going out: they share every price and one emitted function.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from jaxsub.chain import Crossing
+from jaxsub.graph import Graph
+
+MAX_STAGES = 256
+"""More stages than this gain little and cost planning time, which grows with their cube."""
+
+FEW_COSTLY = 4
+"""With fewer costly nodes than this a program is cut between all nodes that compute anything."""
+
+
+def find_cuts(
+    graph: Graph, *, window: int = 2, max_stages: int = MAX_STAGES, required: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """Choose the nodes in front of which to cut.
+
+    Args:
+        graph: The program.
+        window: How many costly nodes on either side a cut is compared with.
+        max_stages: How many stages there may be at most.
+        required: Nodes in front of which there must be a cut.
+
+    Returns:
+        The first node of each stage, 0 first, and the number of nodes last.
+
+    Example:
+        >>> from jaxsub.graph import graph_of
+        >>> wide = [("matmul", [0], [9]), ("tanh", [1], [9]), ("sum", [2], [1]), ("matmul", [3], [9])]
+        >>> find_cuts(graph_of(wide, 1, [4], input_bytes=[1]), required=[1])
+        (0, 1, 3, 4)
+    """
+    live = live_bytes(graph)
+    costly = [n.index for n in graph.nodes if n.is_costly]
+    if len(costly) < FEW_COSTLY:
+        costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
+    candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
+    heights = live[candidates] if candidates else np.zeros(0, np.int64)
+    kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
+    pinned = {0, len(graph.nodes), *required}
+    return _merge(graph, sorted({*kept, *pinned}), pinned, max_stages)
+
+
+def live_bytes(graph: Graph) -> np.ndarray:
+    """Bytes that cross each position: made before node `p`, read at or after it; weights and outputs left out.
+
+    Data that comes in counts while it is still to be read: a first block that reads it must not look thinner than
+    others.
+    """
+    curve = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
+    skip = graph.weights() | set(graph.outputs)
+    for value, last in zip(graph.values, graph.last_uses(), strict=True):
+        made = -1 if value.producer is None else value.producer
+        if value.index not in skip and last > made:
+            curve[made + 1] += value.n_bytes
+            if last + 1 < len(curve):
+                curve[last + 1] -= value.n_bytes
+    return np.cumsum(curve)
+
+
+def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
+    """What crosses the cuts, values that are made and last used in the same stages taken together."""
+    n = len(cuts) - 1
+    stage_of = np.searchsorted(cuts, np.arange(len(graph.nodes) + 1), side="right") - 1
+    outputs = set(graph.outputs)
+    sums: dict[tuple[int, int], list[int]] = {}
+    for value, last in zip(graph.values, graph.last_uses(), strict=True):
+        if value.producer is None:
+            continue
+        made, used = int(stage_of[value.producer]), n if last >= len(graph.nodes) else int(stage_of[last])
+        if used > made:
+            entry = sums.setdefault((made, used), [0, 0])
+            entry[0] += 0 if value.index in outputs else value.n_bytes
+            entry[1] += value.n_bytes if value.is_differentiated and used < n else 0
+    return tuple(Crossing(made, last, size, cotangent) for (made, last), (size, cotangent) in sorted(sums.items()))
+
+
+def wiring(
+    graph: Graph, signatures: Sequence[bytes], start: int, stop: int, last_use: Sequence[int]
+) -> tuple[object, ...]:
+    """What a run of nodes computes, whatever its place: equal for equal runs, and hashable.
+
+    Values made inside are numbered from the first; what comes in is numbered in order of first use.
+    """
+    made = graph.made_by(start, stop)
+    place: dict[int, int] = {}
+    rows = []
+    for i in range(start, stop):
+        refs = tuple(
+            v - made.start if v >= made.start else ~place.setdefault(v, len(place)) for v in graph.nodes[i].inputs
+        )
+        rows.append((signatures[i], refs))
+    returns = tuple(v - made.start for v in made if last_use[v] >= stop)
+    return tuple(rows), returns
+
+
+def kind_of(
+    graph: Graph, signatures: Sequence[bytes], start: int, stop: int, last_use: Sequence[int]
+) -> tuple[object, ...]:
+    """The key under which a run of nodes is priced: its wiring, and how gradients flow through its ends."""
+    made = graph.made_by(start, stop)
+    weights, outputs = graph.weights(), set(graph.outputs)
+    reads = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < made.start)
+    ends = tuple((graph.values[v].is_differentiated, v in weights) for v in reads)
+    returns = tuple((graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop)
+    return wiring(graph, signatures, start, stop, last_use), ends, returns
+
+
+def _merge(graph: Graph, cuts: list[int], pinned: set[int], max_stages: int) -> tuple[int, ...]:
+    """Drop cuts between the neighbours of least weight until there are few enough stages."""
+    flops = np.concatenate([[0.0], np.cumsum([n.flops for n in graph.nodes])])
+    after = dict(pairwise(cuts))
+    before = {b: a for a, b in after.items()}
+    heap = [(flops[after[c]] - flops[before[c]], c) for c in cuts[1:-1] if c not in pinned]
+    heapq.heapify(heap)
+    left = len(cuts) - 1
+    while heap and left > max_stages:
+        weight, cut = heapq.heappop(heap)
+        if cut not in before or weight < flops[after[cut]] - flops[before[cut]]:
+            if cut in before:
+                heapq.heappush(heap, (flops[after[cut]] - flops[before[cut]], cut))
+            continue
+        a, b = before.pop(cut), after.pop(cut)
+        after[a], before[b] = b, a
+        left -= 1
+    return (cuts[0], *sorted(after.values())) if after else tuple(cuts)

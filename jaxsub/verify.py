@@ -1,0 +1,358 @@
+"""Emit, compile, compare, repair: from a budget in bytes to a plan that the compiler confirms.
+
+The planner is asked for a plan within an inner budget, the plan is compiled, and what the compiler allocates moves the
+inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
+that fits and leaves little is taken; of several that fit, the one that executes least again. When none fits, the
+planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
+
+Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; what was compiled once, in this
+process or another, is not compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub import compat
+from jaxsub.budget import Budget, format_bytes
+from jaxsub.compiled import measure_compiled
+from jaxsub.emit import emit
+from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.loops import find_loops
+from jaxsub.plan import Holding, Measurement, Plan
+from jaxsub.planners import Planner
+from jaxsub.pricing import Pricer
+from jaxsub.program import Program, equation_digests
+from jaxsub.stages import find_cuts
+from jaxsub.store import key_of
+from jaxsub.timeline import name_pieces, value_label
+
+MOST_COMPILES = 6
+CLOSE = 0.96
+"""A plan that fills this share of the budget is close enough: the next compile would gain little."""
+
+MARGIN = 0.003
+"""Share of the budget to aim below it: without it the repair creeps up on the budget and misses by as much."""
+
+REFINEMENTS = 6
+"""How often a planner is asked again after the compiler has corrected the price of regions it used."""
+
+
+def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient that is measured: of the loss, or of every floating-point output where there is none.
+
+    Args:
+        program: The program.
+        flat: A function of its flat inputs that returns its flat outputs.
+
+    Returns:
+        A function that returns outputs and gradients, and the shapes of its arguments: the program's flat inputs,
+        and cotangents for its outputs where it has no loss.
+    """
+
+    def of(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def active(leaves: Sequence[Any]) -> Any:
+            merged = list(inputs)
+            for i, leaf in zip(program.differentiated, leaves, strict=True):
+                merged[i] = leaf
+            return _split(program, flat(*merged))
+
+        leaves = [inputs[i] for i in program.differentiated]
+        outs, pullback, rest = jax.vjp(active, leaves, has_aux=True)
+        cts = [jnp.ones_like(outs[0])] if program.loss is not None else list(cotangents)
+        return outs, rest, pullback(cts)[0]
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.invars]
+    outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *shapes)
+    return of, (shapes, outs)
+
+
+def has_gradient(program: Program) -> bool:
+    """Whether JAX can trace the gradient of a program."""
+    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
+    function, shapes = gradient(program, emit(program, empty))
+    try:
+        jax.eval_shape(function, *shapes)
+    except (ValueError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _split(program: Program, outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Outputs that the gradient is taken of, and the rest."""
+    if program.loss is not None:
+        return [outputs[program.loss]], [o for i, o in enumerate(outputs) if i != program.loss]
+    floats = [o for o in outputs if jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
+    return floats, [o for o in outputs if not jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
+
+
+@dataclass(slots=True, eq=False)
+class Verifier:
+    """Compiles plans of one program and remembers what they need.
+
+    Attributes:
+        pricer: The program, its target, its prices, and where they are remembered.
+        compiles: How many whole programs were compiled.
+    """
+
+    pricer: Pricer
+    compiles: int = field(init=False, default=0)
+    known: dict[Any, Measurement] = field(init=False, default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.pricer.program
+
+    def plain(self) -> Plan:
+        """The plan of doing nothing, measured."""
+        empty = Plan(self.program.fingerprint, Budget(), len(self.program.eqns), planner="plain")
+        return empty.replace(measurement=self.measure(empty))
+
+    def measure(self, plan: Plan) -> Measurement:
+        """What the compiler allocates for a plan."""
+        shape = _shape(plan)
+        if shape not in self.known:
+            self.known[shape] = self._recall(shape) or self._compile(plan, shape)
+        return self.known[shape]
+
+    def is_known(self, plan: Plan) -> bool:
+        """Whether measuring a plan would compile nothing."""
+        return _shape(plan) in self.known
+
+    def _text(self, shape: Any) -> str:
+        target = self.pricer.target
+        return key_of(
+            "plan", compat.remat_flavour(), target.name, target.spec or "", self.program.fingerprint, repr(shape)
+        )
+
+    def _recall(self, shape: Any) -> Measurement | None:
+        found = self.pricer.store.get(self._text(shape)) if self.pricer.store is not None else None
+        return Measurement(**found) if isinstance(found, dict) and set(found) == set(Measurement.__slots__) else None
+
+    def _compile(self, plan: Plan, shape: Any) -> Measurement:
+        self.compiles += 1
+        self.pricer.progress(f"the whole gradient, {plan.n_regions} regions")
+        found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
+        if self.pricer.store is not None:
+            self.pricer.store.put(self._text(shape), asdict(found))
+        return found
+
+
+def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: int | None) -> Plan:
+    """Ask a planner until every region it uses has a true price.
+
+    A planner that says nothing fits is asked for the least it knows.
+    """
+    for _ in range(REFINEMENTS):
+        chain = pricer.chain(cuts)
+        try:
+            plan = planner(chain, budget_bytes)
+        except InfeasibleBudgetError as error:
+            plan = planner(chain, error.least_bytes)
+        if not pricer.refine(plan):
+            break
+    return plan
+
+
+def fit(
+    verifier: Verifier, planner: Planner, budget: Budget, budget_bytes: int, cut_choices: Sequence[Sequence[int]]
+) -> Plan:
+    """Find a plan that the compiler confirms to fit.
+
+    Args:
+        verifier: Compiles plans.
+        planner: Makes them.
+        budget: The budget as the user gave it.
+        budget_bytes: The same in bytes.
+        cut_choices: Ways to cut the program into stages; the first is used, the others when nothing fits.
+
+    Returns:
+        The plan, measured, the plain program's measurement beside it.
+
+    Raises:
+        InfeasibleBudgetError: If none of the planner's plans fits.
+    """
+    plain = verifier.plain()
+    if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
+        return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
+    cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
+    search = _Search(verifier, planner, budget_bytes)
+    if not search.run(cuts, MOST_COMPILES - 1):
+        search.least(cuts)
+    if search.best is None:
+        raise _infeasible(verifier, search, budget_bytes)
+    return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    verifier: Verifier
+    planner: Planner
+    budget_bytes: int
+    best: Plan | None = None
+    least_seen: Plan | None = None
+
+    def run(self, cuts: Sequence[int], limit: int) -> bool:
+        """Move the inner budget until a plan fits and leaves little; say whether any fitted."""
+        inner, low, high = float(self.budget_bytes), None, None
+        aim, worst, before = self.budget_bytes * (1 - MARGIN), -float(self.budget_bytes), None
+        for _ in range(2 * MOST_COMPILES):
+            plan = settle(self.verifier.pricer, cuts, self.planner, max(1, int(inner)))
+            predicted = plan.prediction.temp_bytes if plan.prediction else 0
+            inner = max(inner, predicted)
+            is_new = not self.verifier.is_known(plan)
+            if (is_new and self.verifier.compiles >= limit) or plan.segments == before:
+                break
+            before = plan.segments
+            needed = self.try_(plan).temp_bytes
+            worst = max(worst, needed - predicted)
+            if needed <= self.budget_bytes:
+                low = max(low, (inner, needed)) if low else (inner, needed)
+            else:
+                high = min(high, (inner, needed)) if high else (inner, needed)
+            if self.is_good(plan, needed) or (not is_new and low and high):
+                break
+            following = _between(low, high, inner, needed, aim, worst)
+            if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
+                break
+            inner = following
+        return self.best is not None
+
+    def try_(self, plan: Plan) -> Measurement:
+        """Measure a plan and keep it if it is the best that fits."""
+        measurement = self.verifier.measure(plan)
+        plan = plan.replace(measurement=measurement)
+        if measurement.temp_bytes <= self.budget_bytes and (self.best is None or _cost(plan) < _cost(self.best)):
+            self.best = plan
+        return measurement
+
+    def is_good(self, plan: Plan, needed: int) -> bool:
+        """Whether another compile would gain little: the budget is filled, or nothing is recomputed."""
+        nothing_again = (
+            plan.prediction is not None and plan.prediction.extra_flops <= 1e-3 * plan.prediction.forward_flops
+        )
+        return CLOSE * self.budget_bytes <= needed <= self.budget_bytes or (
+            needed <= self.budget_bytes and nothing_again
+        )
+
+    def least(self, cuts: Sequence[int]) -> bool:
+        """Try the planner's least plan, found anew so that it is the same whatever was tried before."""
+        plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1)
+        self.least_seen = plan.replace(measurement=self.try_(plan))
+        return self.best is not None
+
+
+def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The first way to cut on which the planner predicts to fit, or else the one on which it needs least."""
+    least: list[tuple[int, Sequence[int]]] = []
+    for cuts in choices:
+        try:
+            planner(pricer.anew().chain(cuts), budget_bytes)
+        except InfeasibleBudgetError as error:
+            least.append((error.least_bytes, cuts))
+        else:
+            return cuts
+    return min(least, key=lambda found: found[0])[1]
+
+
+def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:
+    """The next inner budget: by the worst misprediction until a plan fits, then between one that did and one not."""
+    if low is None:
+        return max(1.0, min(inner + aim - needed, aim - worst))
+    if high is None:
+        return inner + aim - needed
+    (a, at_a), (b, at_b) = low, high
+    if b <= a or at_b <= at_a:
+        return None
+    share = min(0.9, max(0.1, (aim - at_a) / (at_b - at_a)))
+    return float(a + share * (b - a))
+
+
+def _cost(plan: Plan) -> tuple[float, int]:
+    again = plan.prediction.extra_flops if plan.prediction else 0.0
+    return again, _needed(plan)
+
+
+def _needed(plan: Plan) -> int:
+    return plan.measurement.temp_bytes if plan.measurement else 0
+
+
+def _infeasible(verifier: Verifier, search: _Search, budget_bytes: int) -> InfeasibleBudgetError:
+    least = search.least_seen
+    assert least is not None
+    least_bytes = _needed(least)
+    held = finish(verifier.program, least, Budget()).holdings[:4]
+    holders = tuple(f"{h.count} x {format_bytes(h.n_bytes)} {h.label}" for h in held)
+    at = peak_line(verifier.program, least)
+    return InfeasibleBudgetError(
+        f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below the least peak that "
+        f"`{least.planner}` found, "
+        f"`{format_bytes(least_bytes)}`.{at} It holds {'; '.join(holders) or 'nothing but transients'}. "
+        f"Pass budget={least_bytes}, or make the batch smaller.",
+        requested_bytes=budget_bytes,
+        least_bytes=least_bytes,
+        holders=holders,
+    )
+
+
+def peak_line(program: Program, plan: Plan) -> str:
+    """Where the peak of a plan is expected, with the user's line; empty where that is not known."""
+    if plan.prediction is None or not plan.barriers:
+        return ""
+    starts = [0, *plan.barriers]
+    node = program.graph.nodes[starts[min(plan.prediction.peak_at, len(starts) - 1)]]
+    return f" The peak is near `{node.primitive}` at {node.source}." if node.source else ""
+
+
+def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
+    """Put the budget and what is kept, in words, into a plan."""
+    named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
+             if (found := getattr(plan, name)) is not None}  # fmt: skip
+    equations = equation_digests(program)
+    return plan.replace(budget=budget, holdings=holdings(program, plan), equations=equations, **named)
+
+
+def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
+    """What a plan keeps from the forward to the backward pass, alike values together, largest first.
+
+    That is what its outermost segments read from one another and what they save. The plain program keeps what the
+    compiler decides; nothing is listed for it.
+    """
+    graph = program.graph
+    kept: set[int] = set()
+    for segment in plan.segments:
+        base = graph.first_value(segment.start)
+        kept.update(segment.saved)
+        kept.update(v for n in graph.nodes[segment.start : segment.stop] for v in n.inputs
+                    if len(graph.inputs) <= v < base)  # fmt: skip
+    count: dict[tuple[str, int], int] = {}
+    for v in sorted(kept):
+        key = value_label(graph, v), graph.values[v].n_bytes
+        count[key] = count.get(key, 0) + 1
+    rows = sorted((Holding(label, size, n) for (label, size), n in count.items()), key=lambda h: -h.n_bytes * h.count)
+    return tuple(rows[:64])
+
+
+def cut_choices(program: Program) -> list[tuple[int, ...]]:
+    """Ways to cut a program, the likeliest first.
+
+    Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
+    is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
+    """
+    graph = program.graph
+    weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
+    shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
+    windows = (0, 2) if 2 * shared > sum(v.n_bytes for v in weights) else (2, 0)
+    required = {node + after for node in find_loops(program) for after in (0, 1)}
+    return list(dict.fromkeys(find_cuts(graph, window=w, required=required) for w in windows))
+
+
+def _shape(plan: Plan) -> Any:
+    """What of a plan decides what is compiled."""
+    return (plan.segments, plan.barriers, *plan.loops)

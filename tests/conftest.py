@@ -1,0 +1,21 @@
+"""Settings of every test: the CPU, a disk cache that no earlier run has filled, hypothesis without deadlines."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+
+# A compile takes longer than any deadline; derandomised, so that a failure is there again in the next run.
+hypothesis.settings.register_profile("jaxsub", deadline=None, max_examples=50, derandomize=True, database=None)
+hypothesis.settings.load_profile("jaxsub")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Point the user's cache folder at an empty one for the whole session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,0 +1,198 @@
+"""From a plan back to a function: regions, names, barriers, what is shared, and what is refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import jaxsub
+from jaxsub.emit import emit, keep_out
+from jaxsub.flops import bodies_of
+from jaxsub.plan import Budget, Plan, Segment
+from jaxsub.program import trace
+
+W, X = jnp.eye(4) * 0.9, jnp.ones((3, 4))
+
+
+def chain(w, x):
+    """Eight layers, two equations each."""
+    for _ in range(8):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def plan_of(program, *segments, barriers=()):
+    return Plan(program.fingerprint, Budget(), len(program.eqns), segments, tuple(barriers))
+
+
+def is_region(eqn):
+    return any(word in eqn.primitive.name for word in ("remat", "checkpoint"))
+
+
+def regions(jaxpr):
+    """The regions of a jaxpr, found by equation, outermost first."""
+    for eqn in jaxpr.eqns:
+        if is_region(eqn):
+            yield eqn
+        for body in bodies_of(eqn):
+            yield from regions(body)
+
+
+def traced(program, plan):
+    return jax.make_jaxpr(emit(program, plan))(*program.avals())
+
+
+def residual_shapes(program, plan):
+    """Shapes of what the backward pass of an emitted function reads, arguments left out."""
+    run = emit(program, plan)
+    forward = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(lambda *a: run(*a)[0], *a)[1]))(*program.avals())
+    jaxpr = getattr(forward, "jaxpr", forward)
+    given = set(jaxpr.invars)
+    return sorted({v: v.aval.shape for v in jaxpr.outvars if not hasattr(v, "val") and v not in given}.values())
+
+
+def test_one_region_a_segment_nested_alike():
+    """As many regions as segments, each inside the one its segment stands in."""
+    program = trace(chain, (W, X), {})
+    nest = Segment(4, 12, (), (Segment(4, 6), Segment(8, 12, (), (Segment(10, 12),))))
+    plan = plan_of(program, Segment(0, 4), nest)
+    found = list(regions(traced(program, plan)))
+    assert len(found) == plan.n_regions == 5
+    outer = [eqn for eqn in traced(program, plan).eqns if is_region(eqn)]
+    assert len(outer) == 2
+    assert len(list(regions(bodies_of(outer[1])[0]))) == 3
+
+
+def test_alike_segments_share_one_function():
+    """Segments of the same equations, wired alike, are one body; of other wiring they are not."""
+    program = trace(chain, (W, X), {})
+    alike = plan_of(program, Segment(0, 4), Segment(4, 8), Segment(8, 12))
+    assert len({id(bodies_of(r)[0]) for r in regions(traced(program, alike))}) == 1
+    other = plan_of(program, Segment(0, 4), Segment(4, 8, (program.graph.first_value(5),)), Segment(9, 13))
+    assert len({id(bodies_of(r)[0]) for r in regions(traced(program, other))}) == 3
+
+
+def test_what_closes_over_other_things_is_not_alike():
+    """Rules with one code that close over different numbers are not taken for one another, equal ones are shared."""
+
+    def scaled(c):
+        rule = jax.custom_jvp(jnp.sin)
+        rule.defjvp(lambda primals, tangents: (jnp.sin(*primals), c * tangents[0]))
+        return rule
+
+    def fun(x):
+        for c in (1.0, 1.0, 2.0):
+            x = scaled(c)(x)
+        return x
+
+    program = trace(fun, (0.5,), {})
+    plan = plan_of(program, Segment(0, 1), Segment(1, 2), Segment(2, 3))
+    assert jax.grad(lambda x: emit(program, plan)(x)[0])(0.5) == 2.0
+    assert len({id(bodies_of(r)[0]) for r in regions(traced(program, plan))}) == 2
+
+
+def test_saved_values_are_the_residuals():
+    """A region keeps what its segment saves and nothing else that it makes."""
+    program = trace(chain, (W, X), {})
+    product = program.graph.first_value(2)
+    none, some = plan_of(program, Segment(0, 15)), plan_of(program, Segment(0, 15, (product, product + 4)))
+    assert residual_shapes(program, none).count((3, 4)) + 2 == residual_shapes(program, some).count((3, 4))
+
+
+def test_barriers_tie_activations_to_weights():
+    """In front of a barrier's node stands one barrier, over the activation and the weight that are read after it."""
+    program = trace(chain, (W, X), {}, argnums=(0, 1))
+    found = [
+        e for e in traced(program, plan_of(program, barriers=[4])).eqns if e.primitive.name == "optimization_barrier"
+    ]
+    assert [[v.aval.shape for v in e.outvars] for e in found] == [[(3, 4), (4, 4)]]
+    assert not [e for e in traced(program, plan_of(program)).eqns if e.primitive.name == "optimization_barrier"]
+
+
+def test_emitting_changes_nothing():
+    """Emitting twice gives the same jaxpr, and a function emitted from an emitted one the same values and gradients."""
+    program = trace(chain, (W, X), {})
+    plan = plan_of(program, Segment(2, 8, (), (Segment(4, 6),)), Segment(8, 12), barriers=(2, 8))
+    assert str(traced(program, plan)) == str(traced(program, plan))
+    once = jaxsub.sublinear(chain, plan=plan)
+    twice = jaxsub.sublinear(once, verify=False, cache=False)
+    wanted = jax.jit(jax.value_and_grad(chain))(W, X)
+    for f in (once, twice):
+        chex.assert_trees_all_close(jax.jit(jax.value_and_grad(f))(W, X), wanted, rtol=1e-6)
+
+
+def count(jaxpr, primitive):
+    """How often a primitive is executed."""
+    inner = sum(count(body, primitive) for eqn in jaxpr.eqns for body in bodies_of(eqn))
+    return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
+
+
+def halves(start, stop):
+    """Segments that halve a run of nodes, and their halves, and so on."""
+    middle = (start + stop) // 2
+    return tuple(Segment(a, b, (), halves(a, b)) for a, b in ((start, middle), (middle, stop)) if b > a + 1)
+
+
+@pytest.mark.parametrize(("n", "again"), [(4, 2), (8, 8), (16, 24)])
+def test_evaluations_of_recursive_halving(n, again):
+    """Nesting by halves evaluates sines again as often as JAX's own tests say, which is the sum of m(v)."""
+
+    def sines(x):
+        for _ in range(n):
+            x = jnp.sin(x)
+        return x
+
+    program = trace(sines, (jnp.float32(1),), {})
+    plan = plan_of(program, *halves(0, n))
+    gradient = jax.make_jaxpr(jax.grad(lambda x: emit(program, plan)(x)[0]))(jnp.float32(1))
+    assert count(gradient, "sin") == n + again
+
+
+def test_what_runs_once_is_refused_in_a_segment():
+    """All equations that may not be recomputed are listed with their lines; keep_out makes such a plan fit."""
+
+    def fun(w):
+        for _ in range(2):
+            w = jnp.sin(w)
+            io_callback(lambda x: None, None, lax.stop_gradient(w))
+        return jnp.sum(jnp.cos(w))
+
+    program = trace(fun, (W,), {})
+    whole = plan_of(program, Segment(0, len(program.eqns)))
+    with pytest.raises(jaxsub.UnsupportedError, match=r"io_callback.*test_emit.py:\d+.*io_callback"):
+        emit(program, whole)
+    pinned = [n.index for n in program.graph.nodes if not n.can_recompute]
+    kept = keep_out(whole, pinned)
+    assert kept.n_regions == 3
+    chex.assert_trees_all_close(jax.grad(lambda w: emit(program, kept)(w)[0])(W), jax.grad(fun)(W))
+
+
+def test_keep_out_of_nests():
+    """A nest round a node that runs once falls apart into what is left of it; others stay."""
+    nest = Segment(0, 9, (), (Segment(1, 3), Segment(3, 8, (), (Segment(4, 6),))))
+    plan = Plan("f", Budget(), 12, (nest, Segment(10, 12)))
+    starts = [(s.start, s.stop) for s in keep_out(plan, [5]).segments]
+    assert starts == [(0, 1), (1, 3), (3, 4), (4, 5), (6, 8), (8, 9), (10, 12)]
+    assert keep_out(plan, [9]) is plan
+
+
+def test_another_program():
+    """A plan of another program is refused, and says both fingerprints."""
+    program, other = trace(chain, (W, X), {}), trace(chain, (W, X[:2]), {})
+    with pytest.raises(jaxsub.PlanMismatchError, match=other.fingerprint) as refused:
+        emit(program, plan_of(other))
+    assert refused.value.function_fingerprint == program.fingerprint
+
+
+def test_complex_values_are_not_named():
+    """A plan that saves a complex number, which JAX cannot, recomputes it."""
+
+    def fun(w):
+        return jnp.sum(jnp.abs(jnp.fft.fft(jnp.sin(jnp.fft.fft(w)))) ** 2)
+
+    program = trace(fun, (W,), {})
+    n = len(program.eqns)
+    plan = plan_of(program, Segment(0, n - 1, tuple(program.graph.made_by(0, n - 1))))
+    chex.assert_trees_all_close(jax.grad(lambda w: emit(program, plan)(w)[0])(W), jax.grad(fun)(W), rtol=1e-5)

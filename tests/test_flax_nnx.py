@@ -1,0 +1,250 @@
+"""NNX: remat under every policy, losses of modules under a plan, and policies put on a model that nobody edits."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_policies
+
+from jaxsub.errors import PlanMismatchError, PolicyError
+from jaxsub.flax import nnx as jaxsub_nnx
+from jaxsub.flax import policies
+
+ALL = ["save_nothing", "save_all", "save_costly", "save_within(2KiB)", "sqrt", "recursive(2)", None]
+DIM = 8
+X = jax.random.normal(jax.random.key(1), (16, DIM))
+
+
+class Block(nnx.Module):
+    """BatchNorm, dropout, a counter, and a layer that all blocks share."""
+
+    def __init__(self, shared, rngs):
+        self.norm = nnx.BatchNorm(DIM, rngs=rngs)
+        self.layer = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.shared = shared
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x, scale=1.0, *, residual=True):
+        self.calls[...] += 1
+        y = self.shared(self.dropout(self.layer(nnx.relu(self.norm(x)))))
+        return x + scale * y if residual else y
+
+
+class Net(nnx.Module):
+    """Three blocks."""
+
+    def __init__(self, wrap=None):
+        rngs = nnx.Rngs(0, dropout=1)
+        shared = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.blocks = nnx.List([Block(shared, rngs) for _ in range(3)])
+        self.wrap = wrap
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = self.wrap(lambda block, x: block(x, 0.5))(block, x) if self.wrap else block(x, 0.5, residual=True)
+        return x
+
+
+def loss(model, x):
+    """A scalar loss."""
+    return (model(x) ** 2).mean()
+
+
+def two_steps(model, loss=loss):
+    """Losses and gradients of two calls, and the state after them: statistics, counters and streams included."""
+    results = [nnx.value_and_grad(loss)(model, X) for _ in range(2)]
+    return jax.tree.leaves(results), jax.tree.leaves(nnx.state(model))
+
+
+def assert_same(got, wanted):
+    def numbers(leaves):
+        return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+
+    for g, w in zip(got, wanted, strict=True):
+        chex.assert_trees_all_close(numbers(g), numbers(w), rtol=1e-5, atol=1e-6)
+
+
+def n_regions(model, loss=loss):
+    graphdef, state = nnx.split(model)
+    return str(jax.make_jaxpr(jax.grad(lambda s: loss(nnx.merge(graphdef, s), X), allow_int=True))(state)).count(
+        "prevent_cse="
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The plain model's two steps."""
+    return two_steps(Net())
+
+
+@pytest.mark.parametrize(
+    "policy", [*ALL, checkpoint_policies.dots_saveable], ids=lambda p: getattr(p, "__name__", str(p))
+)
+def test_remat_changes_nothing_but_memory(policy, plain):
+    """Statistics are updated once, streams advance once, the shared layer stays one, gradients are the same."""
+    model = Net(lambda f: jaxsub_nnx.remat(f, policy=policy))
+    assert_same(two_steps(model), plain)
+    assert [int(b.calls[...]) for b in model.blocks] == [2, 2, 2]
+    assert all(b.shared is model.blocks[0].shared for b in model.blocks)
+
+
+def test_remat_takes_methods_and_static_arguments():
+    """A bound method, a method's decorator, static arguments by place, keywords."""
+
+    class Decorated(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+
+        @jaxsub_nnx.remat(policy="save_costly", static_argnums=2)
+        def __call__(self, x, n, *, scale):
+            for _ in range(n):
+                x = jnp.sin(self.layer(x)) * scale
+            return x
+
+    model = Decorated()
+    again = jaxsub_nnx.remat(lambda model, x: model(x, 2, scale=0.5))(model, X)
+    bound = jaxsub_nnx.remat(model.layer.__call__)(X)
+    chex.assert_trees_all_close(model(X, 2, scale=0.5), again)
+    chex.assert_trees_all_close(bound, model.layer(X))
+    assert n_regions(model, lambda m, x: m(x, 1, scale=1.0).sum()) > 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_loss_of_modules_under_a_plan(wrap, plain):
+    """Same losses, gradients, statistics, counters and streams; the second step neither traces nor plans."""
+    planned = jaxsub_nnx.sublinear(loss, verify=False)
+    model, results = Net(), []
+    step = wrap(lambda model: nnx.value_and_grad(planned)(model, X))
+    for _ in range(2):
+        results.append(step(model))
+    assert_same((jax.tree.leaves(results), jax.tree.leaves(nnx.state(model))), plain)
+    assert n_regions(Net(), planned) > 0
+    assert planned.plan(model, X) == planned.plan(model, X)
+
+
+def test_a_plan_leaves_the_model_as_it_is():
+    """Asking for a plan advances nothing."""
+    model = Net()
+    before = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))
+    jaxsub_nnx.sublinear(loss, verify=False).plan(model, X)
+    chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey))), before)
+
+
+def test_several_results_and_static_names():
+    """A pair (loss, aux), auxiliary modules and static names go through."""
+
+    def with_aux(model, x, *, n):
+        y = model(x)
+        return (y**n).mean(), {"last": y[0, 0], "n": jnp.array(n)}
+
+    planned = jaxsub_nnx.sublinear(with_aux, verify=False, static_argnames="n")
+    got, wanted = (
+        nnx.value_and_grad(lambda m, x, f=f: f(m, x, n=2), has_aux=True)(Net(), X) for f in (planned, with_aux)
+    )
+    assert_same([jax.tree.leaves(got)], [jax.tree.leaves(wanted)])
+
+
+def test_variables_made_inside_come_out():
+    """A variable that a module makes inside a region is there afterwards."""
+
+    class Noting(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            y = self.layer(x)
+            self.mean = nnx.Intermediate(y.mean())
+            return jnp.sin(y)
+
+    by_remat, by_plan, by_hand = Noting(), Noting(), Noting()
+    jaxsub_nnx.remat(lambda m, x: m(x), policy="sqrt")(by_remat, X)
+    jaxsub_nnx.sublinear(loss, verify=False)(by_plan, X)
+    by_hand(X)
+    chex.assert_trees_all_close(by_remat.mean[...], by_hand.mean[...])
+    chex.assert_trees_all_close(by_plan.mean[...], by_hand.mean[...])
+
+
+def test_remat_inside_scan_and_vmap():
+    """Stacked modules: a loop over layers, and an ensemble."""
+
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(rngs):
+        return nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def layer(model, x):
+        return jnp.sin(model(x))
+
+    def loops(f):
+        scan = nnx.scan(lambda x, m: (f(m, x), None), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        return nnx.grad(lambda m: (scan(X, m)[0] ** 2).sum())(stacked(nnx.Rngs(0)))
+
+    def ensembles(f):
+        return nnx.grad(lambda m: (nnx.vmap(f, in_axes=(0, None))(m, X) ** 2).sum())(stacked(nnx.Rngs(0)))
+
+    for of in (loops, ensembles):
+        for policy in ("save_costly", "save_within(1KiB)"):
+            got, wanted = of(jaxsub_nnx.remat(layer, policy=policy, prevent_cse=False)), of(layer)
+            chex.assert_trees_all_close(jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_trains_the_same():
+    """nnx.Optimizer, five steps: the losses of the plain loop."""
+
+    def losses(loss):
+        model = Net()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            value, grads = nnx.value_and_grad(loss)(model, X)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(step(model, optimizer)) for _ in range(5)]
+
+    chex.assert_trees_all_close(losses(jaxsub_nnx.sublinear(loss, verify=False)), losses(loss), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "paths"),
+    [
+        ({"Block": "save_costly"}, {"blocks/0", "blocks/1", "blocks/2"}),
+        ({Block: "save_within(2KiB)"}, {"blocks/0", "blocks/1", "blocks/2"}),
+        ({"blocks.[02]": "sqrt"}, {"blocks/0", "blocks/2"}),
+        ({"blocks/1": "save_nothing", "blocks/1/layer": "save_nothing"}, {"blocks/1", "blocks/1/layer"}),
+        ({nnx.Module: None}, None),
+    ],
+    ids=lambda p: str(sorted(p)) if isinstance(p, set) else str(p),  # the same order in every process
+)
+def test_policies_on_a_model_that_nobody_edits(patterns, paths, plain):
+    """By name, type or path; results and states stay, regions appear and are listed, classes are put back."""
+    call = Block.__call__
+    with policies(patterns) as swap:
+        assert_same(two_steps(Net()), plain)
+        assert n_regions(Net()) > 0
+    assert paths is None or {m.path for m in swap.matched} == paths
+    assert all(str(m) in str(swap) for m in swap.matched[:5])
+    assert Block.__call__ is call
+    assert n_regions(Net()) == 0
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    """The error lists what was called; classes are put back all the same."""
+    call = Block.__call__
+    with pytest.raises(PolicyError, match="blocks/0 Block"), policies({"Block": None, "attention": "save_costly"}):
+        loss(Net(), X)
+    assert Block.__call__ is call
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path):
+    """A plan saved to a file is taken back for the same model and refused for another."""
+    plan = jaxsub_nnx.sublinear(loss, verify=False).plan(Net(), X)
+    plan.save(tmp_path / "plan.json")
+    again = jaxsub_nnx.sublinear(loss, plan=tmp_path / "plan.json")
+    assert again.plan(Net(), X) == plan
+    with pytest.raises(PlanMismatchError):
+        again(Net(), X[:8])

@@ -1,0 +1,246 @@
+"""`optimal` against brute force, against Griewank and Walther, and on an abstract machine that checks every step."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine import Machine, MachineError, all_runs, extra_steps, random_chain, uniform
+
+from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, extra_flops, predict
+from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
+from jaxsub.planners.tables import depth
+
+MIB = 2**20
+
+
+def chains(most: int = 5) -> st.SearchStrategy[Chain]:
+    """Chains of up to `most` stages with small whole numbers, skips, shared weights, items and options."""
+    return st.builds(
+        lambda seed, n: random_chain(random.Random(seed).randint, n), st.integers(0, 2**32), st.integers(1, most)
+    )
+
+
+def points(chain: Chain) -> list[tuple[int, float]]:
+    """Predicted bytes and extra FLOPs of every plan there is."""
+    return [(p.temp_bytes, p.extra_flops) for p in (predict(chain, runs) for runs in all_runs(chain))]
+
+
+def pareto(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Those that nothing else beats in both, bytes rising."""
+    best: list[tuple[int, float]] = []
+    for n_bytes, flops in sorted(found):
+        if not best or flops < best[-1][1]:
+            best.append((n_bytes, flops))
+    return best
+
+
+def network(n: int, seed: int = 0) -> Chain:
+    """A deep network of a few kinds of stages with three options each and one long skip, sizes in MiB."""
+    rng = random.Random(seed)
+    kinds = [[rng.randint(a * MIB, b * MIB) for a, b in ((1, 4), (20, 60), (10, 40), (10, 30))] for _ in range(5)]
+    stages, items = [], []
+    for s in range(n):
+        crossing, transient, keep, keep_transient = rng.choice(kinds)
+        stages.append(Stage(s, s + 1, 0, 5e9, 4e9, crossing, transient, keep, keep_transient))
+        saved = ((), 0, 4e9), ((0,), keep // 3, 2e9), ((0, 1), keep // 2, 5e8)
+        items.append(Item(s, s + 1, tuple(Option(names, size, transient, flops) for names, size, flops in saved)))
+    crossings = [Crossing(s, s + 1, 2 * stages[s].forward_bytes, 2 * stages[s].forward_bytes) for s in range(n - 1)]
+    return Chain(tuple(stages), tuple(items), (*crossings, Crossing(1, n - 1, 4 * MIB, 4 * MIB)))
+
+
+@given(chains())
+def test_machine_and_prediction_agree(chain):
+    """The machine executes every plan of a chain, and finds the bytes and FLOPs that are predicted."""
+    for runs, _ in zip(all_runs(chain), range(200), strict=False):
+        machine, prediction = Machine(chain).execute(runs), predict(chain, runs)
+        assert (machine.peak_bytes, machine.extra_flops) == (prediction.temp_bytes, prediction.extra_flops)
+
+
+def test_machine_refuses_a_step_without_its_input():
+    """A backward step whose input nothing holds is refused."""
+    machine = Machine(uniform(3))
+    machine.live.clear()
+    with pytest.raises(MachineError, match="stage 2 needs"):
+        machine._reads(2, machine.live)
+
+
+@settings(max_examples=400)
+@given(chains())
+def test_optimal_equals_brute_force(chain):
+    """The frontier is that of all plans, byte for byte and FLOP for FLOP."""
+    assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
+
+
+@given(chains())
+def test_every_budget_gets_the_cheapest_plan_in_least_memory(chain):
+    """At every budget no plan that fits is cheaper, and none as cheap takes less."""
+    found = points(chain)
+    solution = solve(chain)
+    for budget_bytes in {n_bytes for n_bytes, _ in found}:
+        prediction = predict(chain, solution.runs(budget_bytes))
+        least = min((flops, n_bytes) for n_bytes, flops in found if n_bytes <= budget_bytes)
+        assert (prediction.extra_flops, prediction.temp_bytes) == least
+
+
+@pytest.mark.parametrize(("n", "seed"), [(6, 0), (6, 1), (6, 2), (7, 3), (7, 4), (8, 5)])
+def test_longer_chains_equal_brute_force(n, seed):
+    """Equal cost on chains of up to eight stages."""
+    chain = random_chain(random.Random(seed).randint, n, n_items=1)
+    assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
+
+
+def test_nine_stages_equal_brute_force():
+    """Equal cost on a chain of nine stages without options."""
+    chain = random_chain(random.Random(9).randint, 9, n_items=0)
+    assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
+
+
+@given(chains(8), st.floats(0, 1.2))
+def test_plans_run_on_the_machine_within_budget(chain, share):
+    """What is planned is executed in its budget, or refused with a budget that then works."""
+    budget_bytes = int(share * predict(chain, chain.plain()).temp_bytes)
+    solution = solve(chain)
+    least_bytes = predict(chain, solution.least()).temp_bytes
+    if budget_bytes < least_bytes:
+        with pytest.raises(InfeasibleBudgetError) as refusal:
+            solution.runs(budget_bytes)
+        assert (refusal.value.requested_bytes, refusal.value.least_bytes) == (budget_bytes, least_bytes)
+        budget_bytes = least_bytes
+    runs = solution.runs(budget_bytes)
+    assert Machine(chain).execute(runs).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("n", range(1, 61))
+def test_uniform_chains_cost_what_griewank_and_walther_say(n):
+    """Extra forward steps on n equal stages with s slots are the least there are; conventions: `extra_steps`."""
+    chain = uniform(n)
+    solution = solve(chain, 12, max_depth=60)
+    for slots in range(1, 13):
+        prediction = predict(chain, solution.runs(slots))
+        assert prediction.extra_flops == extra_steps(n, slots)
+        assert prediction.temp_bytes <= slots
+
+
+@given(chains())
+def test_natural_plan_is_the_least_memory_for_its_flops(chain):
+    """Without a budget it is the least memory among plans that execute no more again than allowed."""
+    allowed = NATURAL_SHARE * chain.forward_flops
+    prediction = Optimal()(chain).prediction
+    assert prediction.temp_bytes == min(n_bytes for n_bytes, flops in points(chain) if flops <= allowed + 1e-5)
+
+
+@pytest.mark.parametrize("n", [33, 70])
+def test_monotone_and_within_budget_with_coarse_slots(n):
+    """With slots far coarser than bytes every plan fits, and a larger budget is never slower."""
+    chain = network(n)
+    plain_bytes = predict(chain, chain.plain()).temp_bytes
+    solution = solve(chain)
+    least_bytes = predict(chain, solution.least()).temp_bytes
+    flops = float("inf")
+    for step in range(40):
+        budget_bytes = int(least_bytes * (plain_bytes / least_bytes) ** (step / 39)) + 1
+        prediction = predict(chain, solution.runs(budget_bytes))
+        assert prediction.temp_bytes <= budget_bytes
+        assert prediction.extra_flops <= flops
+        flops = prediction.extra_flops
+    assert flops == 0
+
+
+@pytest.mark.parametrize("seed", [9, 11])
+def test_monotone_from_one_scale_to_the_next(seed):
+    """Where a budget passes from one filling of the tables to a coarser one, it gets no slower plan."""
+    chain = network(33, seed)
+    solution = solve(chain, slots=100)
+    for rung in range(5, 0, -1):
+        most_bytes, flops = solution.max_bytes * 0.8**rung, float("inf")
+        for share in (0.99, 0.999999, 1.000001, 1.01, 1.06, 1.08, 1.1, 1.14):
+            now = extra_flops(chain, solution.runs(int(share * most_bytes)))
+            assert now <= flops
+            flops = now
+
+
+@pytest.mark.parametrize("share", [0.7, 0.3, 0.1])
+def test_coarse_slots_lose_little(share):
+    """500 slots cost under half a percent of a forward pass more than 8000."""
+    chain = network(40)
+    budget_bytes = int(share * predict(chain, chain.plain()).temp_bytes)
+    coarse, fine = (extra_flops(chain, solve(chain, slots=slots).runs(budget_bytes)) for slots in (500, 8000))
+    assert coarse <= fine + 0.005 * chain.forward_flops
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 8])
+def test_nesting_is_bounded(max_depth):
+    """However tight the budget, regions stand no deeper in each other than allowed, and deeper ones are cheaper."""
+    chain = uniform(60)
+    runs = solve(chain, max_depth=max_depth).least()
+    assert depth(runs) <= max_depth
+    free = solve(chain, max_depth=60).least()
+    assert depth(free) > 8
+    assert predict(chain, free).temp_bytes < predict(chain, runs).temp_bytes
+
+
+@settings(max_examples=150)
+@given(chains(5), st.integers(1, 2))
+def test_bounded_plans_equal_brute_force(chain, max_depth):
+    """At every budget no plan that fits and nests no deeper than allowed is cheaper."""
+    shallow = [runs for runs in all_runs(chain) if depth(runs) <= max_depth]
+    found = [(p.temp_bytes, p.extra_flops) for p in (predict(chain, runs) for runs in shallow)]
+    solution = solve(chain, max_depth=max_depth)
+    for budget_bytes in {n_bytes for n_bytes, _ in found}:
+        runs = solution.runs(budget_bytes)
+        assert depth(runs) <= max_depth
+        assert extra_flops(chain, runs) == min(flops for n_bytes, flops in found if n_bytes <= budget_bytes)
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 3])
+def test_nesting_is_bounded_at_every_budget(max_depth):
+    """Where the cheapest plan nests too deep, the cheapest that does not is taken."""
+    chain = random_chain(random.Random(7).randint, 25, n_items=0)
+    bounded, free = solve(chain, max_depth=max_depth), solve(chain, max_depth=25)
+    least_bytes = predict(chain, bounded.least()).temp_bytes
+    budgets = range(least_bytes, least_bytes + 25)
+    assert any(depth(free.runs(budget_bytes)) > max_depth for budget_bytes in budgets)
+    assert all(depth(bounded.runs(budget_bytes)) <= max_depth for budget_bytes in budgets)
+
+
+def test_least_bytes_of_a_refusal_work():
+    """A budget that nothing fits is refused in words, and the least it names is met."""
+    chain = network(33)
+    with pytest.raises(InfeasibleBudgetError, match=r"Budget `1.00 MiB` is below the least predicted peak") as refusal:
+        Optimal()(chain, MIB)
+    assert Optimal()(chain, refusal.value.least_bytes).prediction.temp_bytes <= refusal.value.least_bytes
+
+
+def test_free_plans_are_optimal_and_plain_fits_its_own_budget():
+    """With the plain program's bytes nothing is executed again, and the plan says that it is optimal."""
+    chain = network(33)
+    plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes)
+    assert plan.prediction.extra_flops == 0
+    assert plan.is_optimal
+    assert not Optimal()(chain, plan.prediction.temp_bytes // 4).is_optimal
+
+
+def test_saved_values_stand_in_no_nest():
+    """What a plan saves inside regions is saved at the top level only."""
+    chain = network(33)
+    least_bytes = predict(chain, solve(chain).least()).temp_bytes
+
+    def saving(runs: tuple[Run, ...]) -> list[Run]:
+        return [r for run in runs for r in (run, *saving(run.children)) if r.option is not None and r.option.saved]
+
+    for share in (1.05, 1.5, 3):
+        runs = solve(chain).runs(int(share * least_bytes))
+        assert saving(runs) == [run for run in runs if run.option is not None and run.option.saved]
+
+
+@pytest.mark.parametrize(("n", "most_seconds"), [(33, 0.5), (160, 10)])
+def test_planning_time(n, most_seconds):
+    """Planning takes tens of milliseconds for 33 stages, under a second for 160; five times more on a busy machine."""
+    chain = network(n)
+    budget_bytes = predict(chain, chain.plain()).temp_bytes // 5
+    start = time.perf_counter()
+    Optimal()(chain, budget_bytes)
+    assert time.perf_counter() - start < most_seconds

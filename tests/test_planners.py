@@ -1,0 +1,100 @@
+"""The table of planners: names, objects, planners of one's own, and the best of all."""
+
+import random
+
+import pytest
+from machine import random_chain, uniform
+
+from jaxsub import planners
+from jaxsub.budget import Budget
+from jaxsub.chain import Chain, Run, predict
+from jaxsub.errors import InfeasibleBudgetError, PlannerError
+from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, register
+
+
+class EveryOther:
+    """Recompute every other stage."""
+
+    def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
+        """Plan a chain."""
+        runs = [chain.recompute(s) if s % 2 else Run(s, s + 1) for s in range(len(chain.stages))]
+        return plan_from_runs(chain, runs, budget=Budget(budget_bytes), planner="every_other")
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("seed", range(10))
+def test_every_planner_plans_every_chain(name, seed):
+    """Each name plans a random chain without a budget, and its own peak as a budget works."""
+    chain = random_chain(random.Random(seed).randint, 1 + seed)
+    plan = get(name)(chain, None)
+    assert plan.fingerprint == chain.fingerprint
+    again = get(name)(chain, plan.prediction.temp_bytes)
+    assert again.prediction.temp_bytes <= plan.prediction.temp_bytes
+    assert again.prediction.extra_flops <= plan.prediction.extra_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "planner"),
+    [("recursive(2)", Recursive(2)), (" revolve( 3, 4 ) ", Revolve(3, 4)), ("optimal(800)", Optimal(800)),
+     ("auto", Auto()), ("plain", Plain()), ("barriers()", Barriers())],
+)  # fmt: skip
+def test_names_with_numbers(name, planner):
+    """A name may carry the numbers that its planner is made with."""
+    assert get(name) == planner
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("optimum", "did you mean 'optimal'"), ("Chen", "did you mean 'chen'"), ("", "there are auto, barriers, cheap"),
+     ("recursive(x)", "there is no planner"), ("recursive(0)", "at least 1"), ("cheap(1)", r"does not take \(1\)"),
+     (7, "a planner is a name or an object"), (Optimal, "a planner is a name or an object")],
+)  # fmt: skip
+def test_unknown_planners_are_refused_in_words(name, words):
+    """What is no planner is named, with the nearest that is one."""
+    with pytest.raises(PlannerError, match=words):
+        get(name)
+
+
+def test_a_planner_of_ones_own(monkeypatch):
+    """Five lines make a planner; it is passed as it is, or by the name it is given."""
+    monkeypatch.setattr(planners, "_TABLE", dict(planners._TABLE))
+    own = EveryOther()
+    assert get(own) is own
+    register("every_other", own)
+    assert get("every_other") is own
+    assert get("every_other")(uniform(4), None).n_regions == 2
+
+
+@pytest.mark.parametrize(("name", "planner"), [("a b", EveryOther()), ("ok", 3), ("ok", EveryOther)])
+def test_bad_registrations_are_refused(name, planner):
+    """A name that could not be asked for, or a planner that cannot be called, is refused."""
+    with pytest.raises(PlannerError):
+        register(name, planner)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_auto_is_the_best_of_all(seed):
+    """At every budget no planner that fits has fewer FLOPs than `auto`."""
+    chain = random_chain(random.Random(seed).randint, 8)
+    plain_bytes = predict(chain, chain.plain()).temp_bytes
+    for budget_bytes in (plain_bytes, 2 * plain_bytes // 3, plain_bytes // 3):
+        found = []
+        for name in set(names()) - {"auto"}:
+            try:
+                found.append(get(name)(chain, budget_bytes).prediction.extra_flops)
+            except InfeasibleBudgetError:
+                continue
+        if found:
+            assert Auto()(chain, budget_bytes).prediction.extra_flops == min(found)
+        else:
+            with pytest.raises(InfeasibleBudgetError):
+                Auto()(chain, budget_bytes)
+
+
+def test_plain_has_no_barriers_and_barriers_has_all():
+    """The two that recompute nothing differ in barriers alone."""
+    chain = uniform(5)
+    assert Plain()(chain).barriers == ()
+    assert Barriers()(chain).barriers == (1, 2, 3, 4)
+    assert Plain()(chain).segments == Barriers()(chain).segments == ()

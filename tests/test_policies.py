@@ -1,0 +1,275 @@
+"""Policies: data with names, JAX's protocol where it suffices, and what is saved counted in the residuals."""
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from jax.ad_checkpoint import checkpoint_policies
+
+from jaxsub import compat, policies
+from jaxsub.errors import BudgetError, PolicyError, UnsupportedError
+from jaxsub.plan import walk
+from jaxsub.program import trace
+
+N, ROWS, DIM = 16, 64, 8
+UNIT = ROWS * DIM * 4  # bytes of one activation
+ALL = ["save_nothing", "save_all", "save_costly", "save_within(9KiB)", "sqrt", "recursive(1)", "recursive(3)"]
+PROTOCOL = ["save_nothing", "save_all", "save_costly"]
+
+
+def chain(weights, x):
+    """16 times tanh(x @ w): activations f32[64, 8]."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def chain_args():
+    keys = jax.random.split(jax.random.key(0), N + 1)
+    return [jax.random.normal(k, (DIM, DIM)) / 3 for k in keys[1:]], jax.random.normal(keys[0], (ROWS, DIM))
+
+
+def kept(fun, *args):
+    """How many activations the backward pass of a function is handed, its own input and output left out."""
+    leaves = jax.eval_shape(lambda *a: jax.tree.leaves(jax.vjp(fun, *a)[1]), *args)
+    return sum(leaf.shape == (ROWS, DIM) for leaf in leaves) - 1
+
+
+@pytest.fixture
+def remat3():
+    """JAX's new rematerialisation, switched on."""
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+def assert_same_gradient(wrapped, *args):
+    def total(fun):
+        return jax.grad(lambda *a: (fun(*a) ** 2).sum(), argnums=(0, 1))
+
+    chex.assert_trees_all_close(total(wrapped)(*args), total(chain)(*args), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_policy_is_data(name):
+    """Equal by value, hashable, printable, and read back from its own name."""
+    policy = policies.get(name)
+    assert policies.get(str(policy)) == policy
+    assert hash(policies.get(name)) == hash(policy)
+    assert type(policy).__name__ in repr(policy)
+    with pytest.raises((AttributeError, TypeError)):
+        policy.k = 3
+
+
+@given(st.integers(1, 2**50))
+def test_the_limit_of_save_within_is_exact_in_its_name(n_bytes):
+    """No limit is rounded on the way into a config and back."""
+    policy = policies.save_within(n_bytes)
+    assert policies.get(str(policy)) == policy
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("is_remat3", [False, True])
+def test_every_policy_leaves_results_and_gradients_alone(name, is_remat3, request):
+    """The wrapped function is the same function, also with jax_remat3."""
+    if is_remat3:
+        request.getfixturevalue("remat3")
+    wrapped = policies.checkpoint(chain, policy=name)
+    args = chain_args()
+    chex.assert_trees_all_equal(wrapped(*args), chain(*args))
+    assert_same_gradient(wrapped, *args)
+
+
+@pytest.mark.parametrize("is_remat3", [False, True])
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("save_nothing", 0, 0),
+        ("save_costly", N, N),
+        ("save_within(9KiB)", 4, 4),
+        ("sqrt", 2, 8),
+        ("recursive(1)", 3, 5),
+    ],
+)
+def test_what_is_saved_is_what_the_policy_says(name, least, most, is_remat3, request):
+    """Residuals are counted, with JAX's new remat too: 4 of 16 for 4.5 activations, O(sqrt(16)), log2(16)."""
+    if is_remat3:
+        request.getfixturevalue("remat3")
+    assert least <= kept(policies.checkpoint(chain, policy=name), *chain_args()) <= most
+
+
+def test_save_all_saves_as_much_as_no_wrapper():
+    """save_all changes nothing."""
+    args = chain_args()
+    assert kept(policies.checkpoint(chain, policy="save_all"), *args) == kept(chain, *args) >= N
+
+
+@given(st.integers(1, 20 * UNIT))
+def test_save_within_keeps_to_its_limit_and_uses_it(limit):
+    """What is saved never exceeds the limit, and leaves less than one activation of it unused."""
+    args = chain_args()
+    n = kept(policies.checkpoint(chain, policy=policies.save_within(limit)), *args)
+    assert n * UNIT <= limit or n == 0
+    assert n >= min(N - 1, limit // UNIT)
+
+
+def test_sqrt_saves_as_the_square_root():
+    """Nine times as many layers, about three times as many activations saved."""
+    weights, x = chain_args()
+    few, many = (kept(policies.checkpoint(chain, policy="sqrt"), weights * n, x) for n in (1, 9))
+    assert many <= 4 * few
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_recursion_nests(k):
+    """recursive(k) nests regions, as deep as log_{k+1}(n)."""
+    program = trace(chain, chain_args(), {}, argnums=(0, 1))
+    plan = policies.recursive(k).plan(program)
+    assert max(plan.mirror_counts) >= 2
+    assert max(plan.mirror_counts) <= np.log(N) / np.log(k + 1) + 2
+    assert any(s.children for s in walk(plan.segments))
+
+
+@pytest.mark.parametrize("name", ["sqrt", "recursive(2)"])
+def test_the_last_segment_of_a_loss_is_not_recomputed(name):
+    """In a loss the backward pass starts at once where the forward ends; in a part of a network it does not."""
+    args = chain_args()
+    part = policies.get(name).plan(trace(chain, args, {}, argnums=(0, 1)))
+    loss = policies.get(name).plan(trace(lambda *a: chain(*a).sum(), args, {}, argnums=(0, 1)))
+    assert part.segments[-1].stop == part.n_nodes
+    assert loss.segments[-1].stop < loss.n_nodes
+
+
+@pytest.mark.parametrize("name", PROTOCOL)
+def test_policies_by_protocol_work_in_jax_flax_and_equinox(name):
+    """jax.checkpoint, linen, nnx and Equinox take the object as it is and save the same."""
+    policy, x = getattr(policies, name), jnp.ones((4, 3))
+    same = {"save_nothing": None, "save_all": checkpoint_policies.everything_saveable,
+            "save_costly": checkpoint_policies.dots_saveable}[name]  # fmt: skip
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.sin(jnp.sin(self.layer(x)))
+
+    linen, layer = nn.Dense(3), eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    variables = linen.init(jax.random.key(0), x)
+
+    def by_jax(p):
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ x.T)).sum(), policy=p)
+
+    def by_linen(p):
+        return lambda x: nn.apply(nn.remat(lambda m, x: jnp.sin(jnp.sin(m(x))), policy=p), linen)(variables, x).sum()
+
+    def by_nnx(p):
+        return lambda x: nnx.remat(lambda m, x: m(x), policy=p)(Net(), x).sum()
+
+    def by_equinox(p):
+        return lambda x: eqx.filter_checkpoint(lambda m, x: jnp.sin(jnp.sin(jax.vmap(m)(x))), policy=p)(layer, x).sum()
+
+    for wrap in (by_jax, by_linen, by_nnx, by_equinox):
+        ours, theirs = (str(jax.make_jaxpr(jax.grad(wrap(p)))(x)) for p in (policy, same))
+        assert ours.count(" sin ") == theirs.count(" sin ")
+        assert ours.count("dot_general") == theirs.count("dot_general")
+
+
+@pytest.mark.parametrize("policy", [policies.save_within("1MiB"), policies.sqrt, policies.recursive(2)], ids=str)
+def test_policies_of_whole_functions_refuse_the_protocol(policy):
+    """Handed to jax.checkpoint they say what to call instead; they are never silently something else."""
+    with pytest.raises(UnsupportedError, match=r"jaxsub\.policies\.checkpoint"):
+        jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy))(1.0)
+
+
+def test_what_is_costly_can_be_overridden():
+    """A primitive moves from one side to the other, by name."""
+    args = chain_args()
+
+    def executed(policy):
+        wrapped = policies.checkpoint(chain, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda *a: wrapped(*a).sum()))(*args)).count(" tanh ")
+
+    assert (executed("save_costly"), executed("save_costly(+tanh)")) == (2 * N, N)
+    assert kept(policies.checkpoint(chain, policy="save_costly(-dot_general)"), *args) == 0
+
+
+def test_loops_over_costly_work_are_costly():
+    """A loop is judged by what is in it."""
+    eqns = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y @ y, x))(jnp.ones((2, 2))).eqns
+    loop = next(eqn for eqn in eqns if eqn.primitive.name in ("scan", "while"))
+    assert policies.save_costly(loop.primitive, **loop.params)
+    assert not policies.SaveCostly(cheap=["dot_general"])(loop.primitive, **loop.params)
+
+
+def test_static_arguments_keywords_and_functions_pass_through():
+    """Static arguments by place, keywords by name, and functions among the leaves of an argument."""
+
+    def block(params, x, n, *, scale):
+        for _ in range(n):
+            x = params["activation"](x @ params["w"]) * scale
+        return x
+
+    params = {"w": jnp.eye(2), "activation": jnp.tanh}
+    wrapped = policies.checkpoint(block, policy="save_within(1KiB)", static_argnums=2)
+    x = jnp.ones((3, 2))
+    chex.assert_trees_all_equal(wrapped(params, x, 3, scale=2.0), block(params, x, 3, scale=2.0))
+    with pytest.raises(ValueError, match="argument 7"):
+        policies.checkpoint(block, policy="sqrt", static_argnums=7)(params, x, 3, scale=2.0)
+
+
+def test_a_function_of_integers_is_left_alone():
+    """Where nothing flows back there is nothing to save."""
+    assert policies.checkpoint(lambda n: n + 1, policy="sqrt")(jnp.arange(3)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "word"),
+    [
+        ("save_everything", PolicyError, "save_costly"),
+        ("sqrt(2)", PolicyError, "nothing in parentheses"),
+        ("recursive(0)", PolicyError, "at least 1"),
+        ("recursive(two)", PolicyError, "whole number"),
+        ("save_within", BudgetError, "GiB"),
+        ("save_within(8 bananas)", BudgetError, "bananas"),
+        ("save_costly(exp)", PolicyError, r"\+name"),
+        ("save_costly(+exp, -exp)", PolicyError, "both|costly and as cheap"),
+        (7, PolicyError, "a name"),
+    ],
+)
+def test_wrong_policies_are_refused(name, error, word):
+    """The message says what there is."""
+    with pytest.raises(error, match=word):
+        policies.get(name)
+
+
+def test_save_within_takes_no_fraction():
+    """A policy knows no whole to take a fraction of."""
+    with pytest.raises(PolicyError, match=r"0\.5"):
+        policies.save_within(0.5)
+
+
+def test_where_jax_ignores_policies_the_ready_made_ones_raise(remat3):
+    """With jax_remat3 a policy that JAX would drop cannot be handed over; by name it still works."""
+    if not compat.ignores_policies():
+        assert policies.save_costly == policies.get("save_costly")
+        return
+    with pytest.raises(UnsupportedError, match="jax_remat3"):
+        jax.checkpoint(jnp.sin, policy=policies.save_costly)
+    with pytest.raises(UnsupportedError, match="silently ignores the policy"):
+        policies.checkpoint(jnp.sin, policy=lambda *_, **__: True)(1.0)
+    assert policies.save_nothing == policies.get("save_nothing")
+
+
+def test_ready_made_policies_are_there_without_remat3():
+    """Without that flag nothing is ignored."""
+    assert not compat.ignores_policies()
+    assert policies.save_all == policies.SaveAll()
+    with pytest.raises(AttributeError, match="save_most"):
+        _ = policies.save_most
