@@ -1,4 +1,4 @@
-"""The public calls, in order and nothing else: trace, cut, price, plan, verify, emit.
+"""The public calls, in order and nothing else: trace, plan, emit.
 
 Traces and plans are kept with the function they belong to, by the shapes of its arguments: a second call with the same
 shapes traces and plans nothing. Verified plans and prices are kept on disk too (`cache=`).
@@ -8,173 +8,26 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxsub import compat
 from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.compiled import measure_compiled
-from jaxsub.emit import emit, keep_out
-from jaxsub.errors import JaxsubError, UnsupportedError
+from jaxsub.emit import emit
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
-from jaxsub.pricing import Pricer
+from jaxsub.planning import Mirror, Settings, make_plan
 from jaxsub.program import Program, trace
 from jaxsub.statics import Statics
-from jaxsub.store import Store, open_store
+from jaxsub.store import Store
 from jaxsub.targets import Target, get_target
 
 AnyCache = bool | str | os.PathLike[str] | Store
 AnyBudget = str | int | float | None | Budget
-Mirror = Sequence[int] | Callable[..., int]
-PROGRESS_DELAY_SECONDS = 2.0
-"""Planning that takes less than this shows nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to plan: what `sublinear` and `plan` have in common; see `sublinear`."""
-
-    budget: Budget = field(default_factory=Budget)
-    planner: str | Planner = "auto"
-    plan: Plan | None = None
-    mirror: Mirror | None = None
-    verify: bool | None = None
-    target: Any = None
-    argnums: int | tuple[int, ...] = 0
-    cache: bool | str | os.PathLike[str] | Store = True
-    progress: bool = True
-
-
-def make_plan(program: Program, settings: Settings) -> Plan:
-    """Plan a traced program.
-
-    A program that cannot be differentiated, forward-only as a `while` loop makes it, is left as it is: JAX says why to
-    whoever asks for its gradient.
-    """
-    if settings.plan is not None:
-        return settings.plan
-    if settings.mirror is not None:
-        return _mirrored(program, settings)
-    if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
-        return verifying.finish(program, _untouched(program), settings.budget)
-    if compat.checkpoint_saves_nothing():
-        warnings.warn(f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
-                      "turn jax_remat3 off, or use JAX 0.11.2 or later.", stacklevel=2)  # fmt: skip
-    settings = replace(settings, verify=_may_verify(program, settings))
-    try:
-        return _planned(program, settings)
-    except JaxsubError:
-        raise
-    except (ValueError, TypeError, NotImplementedError):
-        if verifying.has_gradient(program):
-            raise
-        return verifying.finish(program, _untouched(program), settings.budget)
-
-
-def _planned(program: Program, settings: Settings) -> Plan:
-    budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
-    with _progress(settings) as step:
-        pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step)
-        verifier = verifying.Verifier(pricer)
-        planner, cuts = _once(program, get(settings.planner)), _cuts(program)
-        if budget == Budget():
-            plan = verifying.settle(pricer, cuts[0], planner, None)
-            if settings.verify:
-                plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
-            return verifying.finish(program, plan, budget)
-        if settings.verify is False:
-            return _trusted(program, pricer, planner, cuts[0], budget)
-        plain = verifier.measure(verifier.plain())
-        n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
-        return verifying.fit(verifier, planner, budget, n_bytes, cuts)
-
-
-def _untouched(program: Program) -> Plan:
-    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
-
-
-def _may_verify(program: Program, settings: Settings) -> bool | None:
-    """What is asked of verification, `False` where the program alone cannot be compiled; the user is told."""
-    if settings.verify is False or not compat.names_axes(program.traced):
-        return settings.verify
-    told = (
-        "This function uses named axes (of jax.shard_map, or of jax.vmap with collectives): it cannot be compiled "
-        "outside of them, so its plan cannot be measured."
-    )
-    if settings.verify:
-        raise UnsupportedError(f"{told} Put sublinear round the shard_map or vmap, or pass verify=False.")
-    if settings.budget != Budget():
-        warnings.warn(f"{told} The plan keeps to the budget by prediction; pass verify=False to say so.", stacklevel=2)
-        return False
-    return None
-
-
-def _pinned(program: Program) -> list[int]:
-    return [node.index for node in program.graph.nodes if not node.can_recompute]
-
-
-def _cuts(program: Program) -> list[tuple[int, ...]]:
-    """Ways to cut a program; what must run once is a stage of its own."""
-    required = {i + after for i in _pinned(program) for after in (0, 1)}
-    return [tuple(sorted({*cuts, *required})) for cuts in verifying.cut_choices(program)]
-
-
-def _once(program: Program, planner: Planner) -> Planner:
-    """A planner whose segments leave out what must run once."""
-    pinned = _pinned(program)
-    return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
-
-
-def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[int], budget: Budget) -> Plan:
-    """Plan by prediction alone."""
-    chain = pricer.chain(cuts)
-    plain = get("plain")(chain, None)
-    n_bytes = budget.n_bytes
-    if n_bytes is None:
-        n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
-    if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
-        return verifying.finish(program, plain, budget)
-    return verifying.finish(program, planner(chain, n_bytes), budget)
-
-
-def _mirrored(program: Program, settings: Settings) -> Plan:
-    """The user's own m(v): a sequence, or a function of nodes (the paper's section 4.5)."""
-    nodes = program.graph.nodes
-    mirror = settings.mirror
-    counts = [mirror(node) for node in nodes] if callable(mirror) else list(mirror or ())
-    if len(counts) != len(nodes):
-        raise ValueError(f"mirror= gives {len(counts)} counts, but the function has {len(nodes)} equations.")
-    plan = Plan.from_mirror_counts(counts, fingerprint=program.fingerprint, budget=settings.budget)
-    if settings.verify:
-        verifier = verifying.Verifier(Pricer(program, get_target(settings.target), store=open_store(settings.cache)))
-        plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
-    return verifying.finish(program, plan, settings.budget)
-
-
-class _progress:
-    """Show what is being compiled while planning takes long; on the terminal, never in the result."""
-
-    def __init__(self, settings: Settings):
-        self.bar = tqdm(desc="jaxsub: planning", unit=" compiles", delay=PROGRESS_DELAY_SECONDS, leave=False,
-                        disable=not settings.progress)  # fmt: skip
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self.step
-
-    def step(self, label: str) -> None:
-        """Count one compile."""
-        self.bar.set_postfix_str(label, refresh=False)
-        self.bar.update()
-
-    def __exit__(self, *exc: object) -> None:
-        self.bar.close()
 
 
 class Sublinear:

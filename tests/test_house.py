@@ -30,6 +30,7 @@ JAX_WING = (
     "pricing",
     "emit",
     "verify",
+    "planning",
     "frontier",
     "explain",
 )
