@@ -15,10 +15,10 @@ import jax
 import jax.extend.core as jex_core
 
 try:
+    from jax._src import ad_checkpoint, source_info_util
     from jax._src import config as jax_config
-    from jax._src import source_info_util
 except ImportError:  # private: may go in any version
-    jax_config = source_info_util = None  # type: ignore[assignment]
+    ad_checkpoint = jax_config = source_info_util = None  # type: ignore[assignment]
 
 # Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
 NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
@@ -68,23 +68,42 @@ def checkpoint_saves_nothing(version: str = jax.__version__) -> bool:
 
 
 def ignores_policies() -> bool:
-    """Whether `jax.checkpoint` ignores policies other than its own now: with `jax_remat3`, before 0.12.
-
-    They are dropped silently, as if nothing were saveable; so a policy is watched for whether it is ever asked.
-    """
-    return bool(getattr(jax.config, "jax_remat3", False)) and _asks_no_policy()
+    """Whether `jax.checkpoint` now recomputes some results without asking the policy: with `jax_remat3`."""
+    return bool(getattr(jax.config, "jax_remat3", False)) and "sin" not in asked_by_remat3()
 
 
 @functools.cache
-def _asks_no_policy() -> bool:
-    asked: list[Any] = []
+def asked_by_remat3() -> frozenset[str]:
+    """The primitives that `jax_remat3` asks a policy about: none before 0.12, then products and convolutions.
+
+    All else is recomputed silently; so a policy is watched for what it is asked. Call it with the flag on.
+    """
+    asked: set[str] = set()
 
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
-        asked.append(primitive)
+        asked.add(primitive.name)
         return False
 
-    jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x: jax.numpy.sin(jax.numpy.sin(x)), policy=policy)))(1.0)
-    return not asked
+    def fun(x: Any) -> Any:
+        y = jax.numpy.sin(x @ x)
+        return jax.lax.conv_general_dilated(y[None, None], y[None, None], (1, 1), "SAME").sum()
+
+    jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=policy)))(jax.numpy.ones((2, 2)))
+    return frozenset(asked)
+
+
+def watch_regions(look: Callable[[Any, Any], None]) -> None:
+    """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, whoever asked for it.
+
+    It neither hashes nor compares a policy, so that a policy that is never called cannot notice. Its class of regions
+    leaves a method to be overridden that sees each region as it is made. Without that class nothing is watched.
+
+    Args:
+        look: What is called; it may raise.
+    """
+    region = getattr(ad_checkpoint, "RematTraced", None)
+    if region is not None:
+        region.check = lambda self, *_: look(self.policy, open_jaxpr(self.jaxpr))
 
 
 # Jaxprs

@@ -1,5 +1,7 @@
 """Policies: data with names, JAX's protocol where it suffices, and what is saved counted in the residuals."""
 
+import re
+
 import chex
 import equinox as eqx
 import flax.linen as nn
@@ -255,20 +257,65 @@ def test_save_within_takes_no_fraction():
         policies.save_within(0.5)
 
 
-def test_where_jax_ignores_policies_the_ready_made_ones_raise(remat3):
-    """With jax_remat3 a policy that JAX would drop cannot be handed over; by name it still works."""
-    if not compat.ignores_policies():
-        assert policies.save_costly == policies.get("save_costly")
+def by_jax(policy):
+    return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ x.T)).sum(), policy=policy)
+
+
+def by_linen(policy):
+    layer = nn.remat(nn.Dense, policy=policy)(3)
+    return lambda x: jnp.sin(layer.init_with_output(jax.random.key(0), x)[0]).sum()
+
+
+def by_nnx(policy):
+    return lambda x: nnx.remat(lambda m, x: jnp.sin(m(x)), policy=policy)(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), x).sum()
+
+
+def by_equinox(policy):
+    return lambda x: eqx.filter_checkpoint(lambda f, x: jnp.sin(f(x @ x.T)), policy=policy)(jnp.sin, x).sum()
+
+
+@pytest.mark.parametrize("wrap", [by_jax, by_linen, by_nnx, by_equinox])
+@pytest.mark.parametrize("name", ["save_all", "save_costly", "save_costly(+sin)"])
+def test_where_jax_ignores_policies_ours_raise(wrap, name, request):
+    """With jax_remat3 a policy of ours is carried out or refused, whoever hands it to JAX and whenever it was made."""
+    policy, x = policies.get(name), jnp.ones((4, 3))
+    request.getfixturevalue("remat3")
+    wrapped = wrap(policy)
+    saves_only_products = name == "save_costly" or (wrap is by_linen and name != "save_all")
+    if saves_only_products and "dot_general" in compat.asked_by_remat3():
+        assert jax.grad(wrapped)(x).shape == x.shape
         return
-    with pytest.raises(UnsupportedError, match="jax_remat3"):
-        jax.checkpoint(jnp.sin, policy=policies.save_costly)
+    for run in (wrapped, jax.grad(wrapped), jax.jit(jax.grad(wrapped))):
+        with pytest.raises(UnsupportedError, match=rf"silently ignores the policy {re.escape(name)}"):
+            run(x)
+
+
+def test_what_jax_asks_about_is_saved_with_remat3_too(remat3):
+    """Where JAX asks about products, save_costly saves them; where it does not, nothing is silently recomputed."""
+    loss = jax.grad(by_jax(policies.save_costly))
+    if "dot_general" in compat.asked_by_remat3():
+        plain = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(jnp.sin(x @ x.T)).sum()))(jnp.ones((4, 3)))
+        assert str(jax.make_jaxpr(loss)(jnp.ones((4, 3)))).count("dot_general") == str(plain).count("dot_general")
+    else:
+        with pytest.raises(UnsupportedError, match="recomputes dot_general"):
+            loss(jnp.ones((4, 3)))
+
+
+def test_a_region_that_saves_nothing_is_let_through_with_remat3(remat3):
+    """What a policy does not want saved may be recomputed: no error where nothing is ignored."""
+    for policy in (policies.save_nothing, policies.save_costly):
+        assert jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy))(0.0) == 1.0
+
+
+def test_where_jax_ignores_policies_others_are_refused(remat3):
+    """A policy that is not ours is refused by our wrapper."""
+    assert compat.ignores_policies()
     with pytest.raises(UnsupportedError, match="silently ignores the policy"):
         policies.checkpoint(jnp.sin, policy=lambda *_, **__: True)(1.0)
-    assert policies.save_nothing == policies.get("save_nothing")
 
 
-def test_ready_made_policies_are_there_without_remat3():
-    """Without that flag nothing is ignored."""
+def test_ready_made_policies_are_data():
+    """Without that flag nothing is ignored, and a name that is none raises."""
     assert not compat.ignores_policies()
     assert policies.save_all == policies.SaveAll()
     with pytest.raises(AttributeError, match="save_most"):

@@ -6,8 +6,9 @@ asks of a policy: they can be handed to `jax.checkpoint(policy=)`, `flax.linen.r
 `jaxsub.policies.checkpoint`, `jaxsub.flax.linen.remat` and `jaxsub.flax.nnx.remat` take both kinds, and every policy by
 its name, as a config holds it: `"save_costly"`, `"save_within(2GiB)"`, `"recursive(3)"`.
 
-With `jax_remat3`, JAX before 0.12 silently ignores every policy that is not its own. Then the ready-made names that
-would be ignored raise on access, and the three functions above carry policies out by other means.
+With `jax_remat3`, JAX asks policies about few results or none and silently recomputes the others. A policy of ours that
+is handed to it and would save some of those raises at the call; the three functions above carry policies out by other
+means.
 
 Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for keeping only costly
 results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_within` is that of `jaxsub.options`.
@@ -15,19 +16,19 @@ results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import jax
-
-from jaxsub import compat
-from jaxsub.errors import UnsupportedError
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
-from jaxsub.policies.names import READY, JaxPolicy, get, names, recursive, save_nothing, save_within, sqrt
+from jaxsub.policies.names import (
+    JaxPolicy,
+    get,
+    names,
+    recursive,
+    save_all,
+    save_costly,
+    save_nothing,
+    save_within,
+    sqrt,
+)
 from jaxsub.policies.wrap import checkpoint
-
-if TYPE_CHECKING:
-    save_all: SaveAll
-    save_costly: SaveCostly
 
 __all__ = [
     "JaxPolicy",
@@ -48,16 +49,3 @@ __all__ = [
     "save_within",
     "sqrt",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """The ready-made policies that JAX may ignore: they raise where it would."""
-    if name not in READY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if compat.ignores_policies():
-        raise UnsupportedError(
-            f"With jax_remat3, JAX {jax.__version__} silently ignores policies not its own, {name} among them. "
-            f'Use jaxsub.policies.checkpoint(fun, policy="{name}"), jaxsub.flax.linen.remat or jaxsub.flax.nnx.remat '
-            "with the policy's name, or turn jax_remat3 off."
-        )
-    return READY[name]

@@ -15,9 +15,9 @@ JaxPolicy = Callable[..., Any]
 """A policy by JAX's protocol: `policy(primitive, *avals, **params)`, true for what may be saved."""
 
 save_nothing = SaveNothing()
+save_all = SaveAll()
+save_costly = SaveCostly()
 sqrt = Sqrt()
-READY = {"save_all": SaveAll(), "save_costly": SaveCostly()}
-"""Those that JAX may ignore; see `jaxsub.policies`."""
 
 
 def save_within(limit: str | int) -> SaveWithin:
@@ -114,7 +114,7 @@ def _bare(policy: Policy) -> Callable[[str], Policy]:
 
 _MAKERS: dict[str, Callable[[str], Policy]] = {
     "save_nothing": _bare(save_nothing),
-    "save_all": _bare(READY["save_all"]),
+    "save_all": _bare(save_all),
     "save_costly": _costly,
     "save_within": save_within,
     "sqrt": _bare(sqrt),

@@ -7,7 +7,7 @@ plan of it, and the plan is emitted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from jaxsub import compat
 from jaxsub.emit import emit
 from jaxsub.errors import UnsupportedError
+from jaxsub.flops import bodies_of
 from jaxsub.leaves import fixed_leaves, put_back, without
 from jaxsub.policies.kinds import Policy, SaveAll, SaveCostly, SaveNothing
 from jaxsub.policies.names import JaxPolicy, get
@@ -22,6 +23,9 @@ from jaxsub.program import Program, trace
 
 REGIONS = ("checkpoint", "remat", "remat2", "call_hi_primitive")
 """Primitives of the user's own regions, by version; the last is that of `jax_remat3`."""
+
+ENTERED = ("jit", "pjit", "closed_call", "scan", "cond")
+"""Primitives inside which `jax_remat3` asks about each equation."""
 
 
 def checkpoint(
@@ -78,6 +82,32 @@ def _check_foreign(policy: Any) -> None:
             f"With jax_remat3, JAX {jax.__version__} silently ignores the policy {policy!r}. "
             'Use one of jaxsub.policies, such as "save_costly", or turn jax_remat3 off.'
         )
+
+
+def _refuse_ignored(policy: Any, jaxpr: Any) -> None:
+    """Refuse a policy of ours that was handed to JAX itself and would save what JAX does not ask it about."""
+    if not isinstance(policy, Policy) or not compat.ignores_policies():
+        return
+    asked = compat.asked_by_remat3()
+    if ignored := sorted(name for name in _saved_by(policy, jaxpr) if name not in asked):
+        raise UnsupportedError(
+            f"With jax_remat3, JAX {jax.__version__} recomputes {', '.join(ignored)} and silently ignores the policy "
+            f'{policy}, which saves that. Use jaxsub.policies.checkpoint(fun, policy="{policy}"), '
+            "jaxsub.flax.linen.remat or jaxsub.flax.nnx.remat instead, or turn jax_remat3 off."
+        )
+
+
+def _saved_by(policy: Policy, jaxpr: Any) -> Iterator[str]:
+    """The names of the primitives that a policy saves results of, inside loops, branches and calls too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ENTERED:
+            for body in bodies_of(eqn):
+                yield from _saved_by(policy, compat.open_jaxpr(body))
+        elif policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+            yield eqn.primitive.name
+
+
+compat.watch_regions(_refuse_ignored)
 
 
 def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
