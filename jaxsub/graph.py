@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Node:
     can_recompute: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A flat program in topological order.
 
@@ -109,24 +110,46 @@ class Graph:
 
     def made_by(self, start: int, stop: int) -> range:
         """Values made by nodes `start` to `stop - 1`: a contiguous range of indices."""
-        return range(self.first_value(start), self.first_value(stop))
+        return range(self._first_values[start], self._first_values[stop])
 
     def first_value(self, node: int) -> int:
         """The index of the first value that node `node` or a later one makes."""
-        for later in self.nodes[node:]:
-            if later.outputs:
-                return later.outputs[0]
-        return len(self.values)
+        return self._first_values[node]
 
     def last_uses(self) -> tuple[int, ...]:
         """For each value the last node that reads it; `len(nodes)` for outputs; its producer if unread."""
+        return self._last_uses
+
+    def weights(self) -> frozenset[int]:
+        """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
+        return self._weights
+
+    def output_set(self) -> frozenset[int]:
+        """The values that go out."""
+        return self._output_set
+
+    # Asked for with every run of nodes, and found once: what looks at a run must not cost a walk through the program.
+
+    @cached_property
+    def _first_values(self) -> tuple[int, ...]:
+        firsts = [len(self.values)]
+        for node in reversed(self.nodes):
+            firsts.append(node.outputs[0] if node.outputs else firsts[-1])
+        return tuple(reversed(firsts))
+
+    @cached_property
+    def _last_uses(self) -> tuple[int, ...]:
         last = [v.consumers[-1] if v.consumers else (v.producer if v.producer is not None else -1) for v in self.values]
         for v in self.outputs:
             last[v] = len(self.nodes)
         return tuple(last)
 
-    def weights(self) -> frozenset[int]:
-        """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
+    @cached_property
+    def _output_set(self) -> frozenset[int]:
+        return frozenset(self.outputs)
+
+    @cached_property
+    def _weights(self) -> frozenset[int]:
         found = {v for v in self.inputs if self.values[v].is_differentiated}
         for node in self.nodes:
             if node.flops == 0 and len(set(node.inputs)) == 1 and node.inputs[0] in found:

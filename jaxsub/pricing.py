@@ -36,7 +36,7 @@ REGION_SIZES = (2, 4, 8)
 HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
-Kind = tuple[Any, ...]
+Kind = str
 Saved = tuple[int, ...] | Loop
 """What of a run is priced: with what it saves, or how the loop runs that it is."""
 Job = tuple[str, int, int, Saved]
@@ -64,12 +64,11 @@ class Pricer:
     _prices: dict[Any, int] = field(init=False, default_factory=dict)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
+    _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _ways: dict[Kind, tuple[LoopChoice, ...]] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
-    _last_use: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._last_use = self.program.graph.last_uses()
         self._loops = frozenset(find_loops(self.program))
 
     def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = REGION_SIZES) -> Chain:
@@ -138,7 +137,7 @@ class Pricer:
 
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
-            self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop, self._last_use)
+            self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop)
         return self._kinds[start, stop]
 
     def _run(self, start: int, stop: int) -> tuple[TracedRun, tuple[Choice, ...]]:
@@ -207,7 +206,7 @@ class Pricer:
         return sum(v.n_bytes for v in shared if any(not start <= c < stop for c in v.consumers))
 
     def _options(self, start: int, stop: int, stages: Sequence[Stage]) -> tuple[Option, ...]:
-        traced, found = self._run(start, stop)
+        found = self._run(start, stop)[1]
         scale = 1.0
         if self.is_compiled and len(stages) > 1:
             scale = max(self._scale(s.start, s.stop) for s in stages)
@@ -216,7 +215,7 @@ class Pricer:
         for c in found:
             key = self._key("backward", start, stop, c.saved)
             known = self._prices.get(key) if key in self._prices else None
-            transient = known if known is not None else int(scale * analytic.backward_bytes(traced, c.saved))
+            transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
             options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops))
         return tuple(options)
 
@@ -240,7 +239,7 @@ class Pricer:
 
     def _step_bytes(self, body: Program) -> int:
         """What the backward pass of one step of a loop allocates."""
-        kind = kind_of(body.graph, body.signatures, 0, len(body.eqns), body.graph.last_uses())
+        kind = kind_of(body.graph, body.signatures, 0, len(body.eqns))
         key = ("backward", kind, ())
         if key not in self._prices:
             known = self._recall(key)
@@ -265,9 +264,16 @@ class Pricer:
         scale = max((found / max(guess, 1) for guess, found in known), default=1.0)
         return way.kept_bytes + int(max(scale, 0.0) * (way.transient_bytes - way.kept_bytes))
 
+    def _backward_bytes(self, start: int, stop: int, saved: tuple[int, ...]) -> int:
+        """What a backward pass allocates by counting, once for all runs of a kind."""
+        key = self._kind(start, stop), saved
+        if key not in self._counted:
+            self._counted[key] = analytic.backward_bytes(self._run(start, stop)[0], saved)
+        return self._counted[key]
+
     def _scale(self, start: int, stop: int) -> float:
-        traced = self._run(start, stop)[0]
-        return max(1.0, self._bytes("backward", start, stop, ()) / max(analytic.backward_bytes(traced, ()), 1))
+        counted = self._backward_bytes(start, stop, ())
+        return max(1.0, self._bytes("backward", start, stop, ()) / max(counted, 1))
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         key = self._key(what, start, stop, saved)
@@ -284,7 +290,7 @@ class Pricer:
             return analytic.forward_bytes(traced)
         if what == "keep":
             return analytic.kept_bytes(traced)
-        return analytic.backward_bytes(traced, saved)
+        return self._backward_bytes(start, stop, saved)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
         return what, self._kind(start, stop), saved

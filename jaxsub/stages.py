@@ -12,6 +12,7 @@ are the same equations, wired alike, with the same values going out: they share 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -66,7 +67,7 @@ def live_bytes(graph: Graph) -> np.ndarray:
     others.
     """
     curve = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
-    skip = graph.weights() | set(graph.outputs)
+    skip = graph.weights() | graph.output_set()
     for value, last in zip(graph.values, graph.last_uses(), strict=True):
         made = -1 if value.producer is None else value.producer
         if value.index not in skip and last > made:
@@ -80,7 +81,7 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     """What crosses the cuts, values that are made and last used in the same stages taken together."""
     n = len(cuts) - 1
     stage_of = np.searchsorted(cuts, np.arange(len(graph.nodes) + 1), side="right") - 1
-    outputs = set(graph.outputs)
+    outputs = graph.output_set()
     sums: dict[tuple[int, int], list[int]] = {}
     for value, last in zip(graph.values, graph.last_uses(), strict=True):
         if value.producer is None:
@@ -93,35 +94,23 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     return tuple(Crossing(made, last, size, cotangent) for (made, last), (size, cotangent) in sorted(sums.items()))
 
 
-def wiring(
-    graph: Graph, signatures: Sequence[bytes], start: int, stop: int, last_use: Sequence[int]
-) -> tuple[object, ...]:
-    """What a run of nodes computes, whatever its place: equal for equal runs, and hashable.
+def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:
+    """The key under which a run of nodes is priced: what it computes, whatever its place, and how gradients flow.
 
-    Values made inside are numbered from the first; what comes in is numbered in order of first use.
+    Values made inside are numbered from the first; what comes in is numbered in order of first use. The key is a
+    digest, as stable as the signatures: it is looked up for every run, and compared between processes.
     """
-    made = graph.made_by(start, stop)
-    place: dict[int, int] = {}
-    rows = []
+    made, last_use = graph.made_by(start, stop), graph.last_uses()
+    weights, outputs = graph.weights(), graph.output_set()
+    first, place = made.start, dict[int, int]()
+    digest = hashlib.blake2b(digest_size=16)
     for i in range(start, stop):
-        refs = tuple(
-            v - made.start if v >= made.start else ~place.setdefault(v, len(place)) for v in graph.nodes[i].inputs
-        )
-        rows.append((signatures[i], refs))
-    returns = tuple(v - made.start for v in made if last_use[v] >= stop)
-    return tuple(rows), returns
-
-
-def kind_of(
-    graph: Graph, signatures: Sequence[bytes], start: int, stop: int, last_use: Sequence[int]
-) -> tuple[object, ...]:
-    """The key under which a run of nodes is priced: its wiring, and how gradients flow through its ends."""
-    made = graph.made_by(start, stop)
-    weights, outputs = graph.weights(), set(graph.outputs)
-    reads = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < made.start)
-    ends = tuple((graph.values[v].is_differentiated, v in weights) for v in reads)
-    returns = tuple((graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop)
-    return wiring(graph, signatures, start, stop, last_use), ends, returns
+        refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in graph.nodes[i].inputs]
+        digest.update(signatures[i] + repr(refs).encode())
+    ends = [(graph.values[v].is_differentiated, v in weights) for v in place]
+    returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
+    digest.update(repr((ends, returns)).encode())
+    return digest.hexdigest()
 
 
 def _merge(graph: Graph, cuts: list[int], pinned: set[int], max_stages: int) -> tuple[int, ...]:
