@@ -1,0 +1,142 @@
+"""Fig. 6 of the paper: memory of an LSTM against the number of steps; 4 layers, 1024 hidden, batch 64, softmax 5000.
+
+Up to 128 steps the network is unrolled, as in the paper; longer ones are scans, which compile in constant time. Two
+accounts of memory: the paper's own allocator on the unrolled gradient graph, and what XLA allocates for the compiled
+gradient under budgets of a 12th, a 24th and a 35th of the plain gradient's memory.
+
+    python examples/paper/lstm.py            # full sizes, resumed where it was stopped
+    python examples/paper/lstm.py --quick    # a small network, under two minutes
+    python examples/paper/lstm.py --draw     # the table and the picture again, from the results alone
+
+Nothing is executed: shapes are traced and compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+
+import jaxsub
+from jaxsub.memory import LEAST_NEEDS, allocate, gradient_graph
+from jaxsub.program import trace
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
+
+import models  # noqa: E402
+from records import Cell, Measured, figure, mib  # noqa: E402
+
+FULL = dict(layers=4, batch=64, n_in=50, width=1024, classes=5000)
+QUICK = dict(layers=2, batch=16, n_in=10, width=64, classes=50)
+UNROLLED, SCANNED = (32, 64, 128), (256, 512, 1024, 2048)
+QUICK_UNROLLED, QUICK_SCANNED = (8, 16), (64,)
+ALLOCATED = {"no optimization": "none", "inplace": "inplace", "sharing": "sharing", "sublinear plan": "sharing"}
+SHARES = (12, 24, 35)
+COLORS = ("#8a8a8a", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
+
+
+def network(steps: int, size: dict[str, int], is_scan: bool) -> tuple[Any, tuple[Any, ...]]:
+    """The loss of an LSTM over `steps` steps, and the shapes of its arguments."""
+    loss, init = models.lstm(steps=steps, is_scan=is_scan, **size)
+    return loss, jax.eval_shape(init, jax.random.key(0))
+
+
+def allocated(steps: int, size: dict[str, int], strategy: str) -> dict[str, float]:
+    """Bytes by the paper's allocator: of the plain gradient graph, or of Algorithm 3's under sharing."""
+    loss, args = network(steps, size, is_scan=False)
+    graph, counts = trace(loss, args, {}).graph, ()
+    if strategy == "sublinear plan":
+        counts = jaxsub.plan(loss, *args, planner="chen", verify=False, progress=False).mirror_counts
+    schedule = gradient_graph(graph, counts, needs=LEAST_NEEDS)
+    return {"bytes": allocate(schedule, ALLOCATED[strategy]).total_bytes}
+
+
+def plain(steps: int, size: dict[str, int], is_scan: bool) -> dict[str, float]:
+    """Bytes and FLOPs of the compiled plain gradient."""
+    loss, args = network(steps, size, is_scan)
+    found = jaxsub.measure(loss, *args)
+    return {"bytes": found.temp_bytes, "flops": found.flops}
+
+
+def planned(steps: int, size: dict[str, int], is_scan: bool, share: int) -> dict[str, float]:
+    """Bytes and FLOPs of the compiled gradient under a budget; what the least budget is where it is refused."""
+    loss, args = network(steps, size, is_scan)
+    try:
+        plan = jaxsub.plan(loss, *args, budget=1 / share, verify=True, progress=False)
+    except jaxsub.InfeasibleBudgetError as error:
+        return {"refused_bytes": error.requested_bytes, "least_bytes": error.least_bytes}
+    ratio = plan.measurement.flops / plan.plain_measurement.flops
+    return {
+        "bytes": plan.measurement.temp_bytes,
+        "plain_bytes": plan.plain_measurement.temp_bytes,
+        "flops_ratio": ratio,
+        "regions": plan.n_regions,
+    }
+
+
+def cells(unrolled: tuple[int, ...], scans: tuple[int, ...], size: dict[str, int]) -> Iterator[Cell]:
+    """Every cell of the figure."""
+    for steps in unrolled:
+        for strategy in ALLOCATED:
+            yield Cell(f"allocator/{steps}/{strategy}", partial(allocated, steps, size, strategy))
+    for account, lengths in (("unrolled", unrolled), ("scan", scans)):
+        is_scan = account == "scan"
+        for steps in lengths:
+            yield Cell(f"{account}/{steps}/plain", partial(plain, steps, size, is_scan))
+            for share in SHARES:
+                yield Cell(f"{account}/{steps}/a {share}th", partial(planned, steps, size, is_scan, share))
+
+
+def table(measured: Measured) -> None:
+    """Print the bytes of every cell, and what plans cost."""
+    for key, figures in measured.items():
+        if "least_bytes" in figures:
+            print(f"{key:36} refused; the least is {mib(figures['least_bytes'])}")
+        else:
+            planned = "flops_ratio" in figures
+            cost = f"  {figures['plain_bytes'] / figures['bytes']:.1f} x less, FLOPs x {figures['flops_ratio']:.3f}"
+            print(f"{key:36} {mib(figures['bytes']):>14}{cost if planned else ''}")
+
+
+def draw(measured: Measured, path: Path) -> None:
+    """One panel an account, both axes logarithmic, as in the paper."""
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    for ax, account in zip(axes, ("allocator", "unrolled", "scan"), strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for key, figures in measured.items():
+            of, steps, strategy = key.split("/")
+            if of == account and "bytes" in figures:
+                lines.setdefault(strategy, {})[int(steps)] = figures["bytes"] / 2**20
+        for (strategy, sizes), color, marker in zip(lines.items(), COLORS, "os^Dv*", strict=False):
+            steps, mibs = zip(*sorted(sizes.items()), strict=True)
+            ax.loglog(steps, mibs, color=color, marker=marker, label=strategy)
+        title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
+        ax.set(xlabel="steps", title=title, xticks=sorted({step for sizes in lines.values() for step in sizes}))
+        ax.xaxis.set_major_formatter("{x:.0f}")
+        ax.minorticks_off()
+        ax.legend(fontsize="small")
+    axes[0].set_ylabel("memory of the gradient (MiB)")
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def main() -> None:
+    """Measure what is missing, print the table, draw the picture."""
+    figure(
+        __doc__,
+        HERE / "results" / "lstm.json",
+        quick=lambda: cells(QUICK_UNROLLED, QUICK_SCANNED, QUICK),
+        full=lambda: cells(UNROLLED, SCANNED, FULL),
+        table=table,
+        draw=draw,
+    )
+
+
+if __name__ == "__main__":
+    main()

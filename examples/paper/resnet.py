@@ -1,0 +1,179 @@
+"""Fig. 5 of the paper: memory of a residual network against its depth, on ImageNet-sized images in batches of 32.
+
+Depths grow from 50 to 1001 layers by deepening every stage alike. Two accounts of memory are given for each: the
+paper's own allocator, which places every value of the gradient graph (no optimization, inplace, sharing, and sharing
+under the plans "drop bn-relu", §4.2, and Algorithm 3), and what XLA allocates for the compiled gradient. `jaxsub` is
+asked for a budget that falls with the root of the depth.
+
+    python examples/paper/resnet.py            # full sizes, resumed where it was stopped
+    python examples/paper/resnet.py --quick    # small images, two depths, under two minutes
+    python examples/paper/resnet.py --draw     # the table and the picture again, from the results alone
+
+Nothing is executed: shapes are traced and compiled. A log-log slope of 1 is linear growth, of 1/2 the root's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+import jaxsub
+from jaxsub.memory import LEAST_NEEDS, STRATEGIES, allocate, gradient_graph
+from jaxsub.program import trace
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
+
+import models  # noqa: E402
+from records import Cell, Measured, figure, mib  # noqa: E402
+
+DEPTHS = {
+    50: (3, 4, 6, 3),
+    98: (6, 8, 12, 6),
+    194: (12, 16, 24, 12),
+    386: (24, 32, 48, 24),
+    1001: (63, 83, 124, 63),
+}
+FULL = dict(batch=32, size=224, width=64, classes=1000)
+QUICK = dict(batch=4, size=32, width=8, classes=10)
+QUICK_DEPTHS = (50, 98)
+SHARE_AT_50 = 0.22
+PLANS = {"drop bn-relu": "cheap", "sublinear plan": "chen"}
+TARGETS = {"cpu": None, "h100": "h100"}
+LINES = {
+    "no optimization": ("#8a8a8a", "o"),
+    "inplace": ("#56b4e9", "s"),
+    "sharing": ("#009e73", "^"),
+    "drop bn-relu": ("#e69f00", "v"),
+    "sublinear plan": ("#d55e00", "D"),
+    "plain": ("#8a8a8a", "o"),
+    "jaxsub": ("#0072b2", "*"),
+}
+
+
+def network(depth: int, size: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
+    """The loss of a residual network of `depth` layers, and the shapes of its arguments."""
+    loss, init = models.resnet(DEPTHS[depth], **size)
+    return loss, jax.eval_shape(init, jax.random.key(0))
+
+
+def allocated(depth: int, size: dict[str, int], strategy: str) -> dict[str, float]:
+    """Bytes by the paper's allocator: of the plain gradient graph, or of a plan's under sharing."""
+    loss, args = network(depth, size)
+    graph, counts = trace(loss, args, {}).graph, ()
+    if strategy in PLANS:
+        plan = jaxsub.plan(loss, *args, planner=PLANS[strategy], verify=False, progress=False)
+        counts, strategy = plan.mirror_counts, "sharing"
+    strategy = "none" if strategy == "no optimization" else strategy
+    return {"bytes": allocate(gradient_graph(graph, counts, needs=LEAST_NEEDS), strategy).total_bytes}
+
+
+def compiled(depth: int, size: dict[str, int], strategy: str, target: str | None) -> dict[str, Any]:
+    """Bytes and FLOPs by XLA's account: of the plain gradient, or of one that is planned and verified."""
+    loss, args = network(depth, size)
+    if strategy == "plain":
+        found = jaxsub.measure(loss, *args, target=target)
+        return {"bytes": found.temp_bytes, "flops": found.flops, "compile_seconds": found.compile_seconds}
+    asked: dict[str, Any] = {"planner": PLANS[strategy]} if strategy in PLANS else {"budget": share(depth)}
+    plan = jaxsub.plan(loss, *args, target=target, verify=True, progress=False, **asked)
+    found, plain = plan.measurement, plan.plain_measurement
+    return {
+        "bytes": found.temp_bytes,
+        "flops": found.flops,
+        "compile_seconds": found.compile_seconds,
+        "plain_bytes": plain.temp_bytes,
+        "flops_ratio": found.flops / plain.flops,
+        "predicted_bytes": plan.prediction.temp_bytes,
+        "regions": plan.n_regions,
+    }
+
+
+def share(depth: int) -> float:
+    """The budget as a share of the plain gradient's memory: it falls a little faster than the root of the depth."""
+    return SHARE_AT_50 * (50 / depth) ** 0.52
+
+
+def cells(depths: tuple[int, ...], size: dict[str, int], targets: tuple[str, ...]) -> Iterator[Cell]:
+    """Every cell of the figure, the quick ones first."""
+    for depth in depths:
+        for strategy in ("no optimization", *STRATEGIES[1:], *PLANS):
+            yield Cell(f"allocator/{depth}/{strategy}", partial(allocated, depth, size, strategy))
+    for target in targets:
+        for depth in depths:
+            for strategy in ("plain", "jaxsub", *PLANS):
+                run = partial(compiled, depth, size, strategy, TARGETS[target])
+                yield Cell(f"{target}/{depth}/{strategy}", run)
+
+
+def series(measured: Measured) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+    """Cells by account and strategy, then by depth."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for key, figures in measured.items():
+        account, depth, strategy = key.split("/")
+        found.setdefault((account, strategy), {})[int(depth)] = figures
+    return {line: dict(sorted(by_depth.items())) for line, by_depth in found.items()}
+
+
+def slope(by_depth: dict[int, dict[str, Any]]) -> float:
+    """The exponent β of bytes = α · depth^β."""
+    sizes = [figures["bytes"] for figures in by_depth.values()]
+    return float(np.polyfit(np.log(list(by_depth)), np.log(sizes), 1)[0]) if len(sizes) > 1 else float("nan")
+
+
+def table(measured: Measured) -> None:
+    """Print bytes by depth, the slope of each line, and what plans cost."""
+    for (account, strategy), by_depth in series(measured).items():
+        sizes = "  ".join(f"{depth}: {mib(figures['bytes'])}" for depth, figures in by_depth.items())
+        print(f"{account:9} {strategy:16} slope {slope(by_depth):5.2f}   {sizes}")
+    for (account, strategy), by_depth in series(measured).items():
+        for depth, figures in by_depth.items():
+            if "plain_bytes" in figures:
+                less = figures["plain_bytes"] / figures["bytes"]
+                print(
+                    f"{account} {depth} layers, {strategy}: {less:.1f} x less memory, FLOPs x {figures['flops_ratio']:.3f}"
+                )
+
+
+def draw(measured: Measured, path: Path) -> None:
+    """One panel an account, both axes logarithmic, as in the paper."""
+    lines = series(measured)
+    accounts = list(dict.fromkeys(account for account, _ in lines))
+    fig, axes = plt.subplots(1, len(accounts), figsize=(5 * len(accounts), 4), squeeze=False, layout="constrained")
+    for ax, account in zip(axes[0], accounts, strict=True):
+        for (of, strategy), by_depth in lines.items():
+            if of == account:
+                color, marker = LINES[strategy]
+                sizes = [figures["bytes"] / 2**30 for figures in by_depth.values()]
+                label = f"{strategy} ({slope(by_depth):.2f})"
+                ax.loglog(list(by_depth), sizes, color=color, marker=marker, label=label)
+        title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
+        ax.set(xlabel="layers", title=title, xticks=list(next(iter(lines.values()))))
+        ax.xaxis.set_major_formatter("{x:.0f}")
+        ax.minorticks_off()
+        ax.legend(title="strategy (log-log slope)", fontsize="small")
+    axes[0][0].set_ylabel("memory of the gradient (GiB)")
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def main() -> None:
+    """Measure what is missing, print the table, draw the picture."""
+    figure(
+        __doc__,
+        HERE / "results" / "resnet.json",
+        quick=lambda: cells(QUICK_DEPTHS, QUICK, ("cpu",)),
+        full=lambda: cells(tuple(DEPTHS), FULL, tuple(TARGETS)),
+        table=table,
+        draw=draw,
+    )
+
+
+if __name__ == "__main__":
+    main()

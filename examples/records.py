@@ -1,0 +1,114 @@
+"""Measured cells in one JSON file: a run that was stopped goes on where it stood, and pictures need only the file.
+
+A cell is a key, such as `cpu/50/plain`, and a function that measures. `fill` measures the cells that a file lacks, or
+holds from other versions, one after the other under a progress bar, and writes the file after each. Every cell says
+with which versions and on what machine it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+MIB = 2**20
+Measured = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure: its key in the file, and what measures it and returns figures by name."""
+
+    key: str
+    run: Callable[[], Mapping[str, Any]]
+
+
+def fill(path: Path, cells: Iterable[Cell]) -> Measured:
+    """Measure what the file at `path` lacks, keep it there, and return the figures of the cells asked for."""
+    cells, stored = tuple(cells), load(path)
+    here = {name: version(name) for name in ("jaxsub", "jax", "jaxlib")}
+    missing = [cell for cell in cells if stored.get(cell.key, {}).get("versions") != here]
+    bar = tqdm(missing, unit="cell", disable=not missing)
+    for cell in bar:
+        bar.set_postfix_str(cell.key)
+        start = time.perf_counter()
+        figures = dict(cell.run())
+        seconds = round(time.perf_counter() - start, 1)
+        stored[cell.key] = {**figures, "seconds_to_measure": seconds, "versions": here, "machine": machine()}
+        _write(path, stored)
+    return {cell.key: stored[cell.key] for cell in cells}
+
+
+def load(path: Path) -> Measured:
+    """What a file holds; nothing where there is none."""
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def machine() -> str:
+    """This machine, in words that name nobody."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def figure(
+    description: str | None,
+    results: Path,
+    *,
+    quick: Callable[[], Iterable[Cell]],
+    full: Callable[[], Iterable[Cell]],
+    table: Callable[[Measured], None],
+    draw: Callable[[Measured, Path], None],
+) -> None:
+    """Read the command line, measure what is missing, print the table and draw the picture.
+
+    Args:
+        description: What `--help` says first.
+        results: The file that keeps the full results; the picture stands beside it.
+        quick: Makes the cells of `--quick`.
+        full: Makes the cells of a full run.
+        table: Prints the figures of all cells.
+        draw: Draws them to a path.
+    """
+    chosen = _options(description, results.parent)
+    path = chosen.out / results.name
+    measured = load(path) if chosen.draw else fill(path, (quick if chosen.quick else full)())
+    if not measured:
+        raise SystemExit(f"{path} holds no results: run this without --draw first")
+    table(measured)
+    draw(measured, path.with_suffix(".png"))
+    print(f"results: {path}, picture: {path.with_suffix('.png')}")
+
+
+def _options(description: str | None, results: Path) -> argparse.Namespace:
+    """The options that all figures share: `--quick`, `--out` and `--draw`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes on two cores")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: table and picture from the file alone")
+    where = "where results are kept (default: beside this file; with --quick a new folder)"
+    parser.add_argument("--out", type=Path, help=where)
+    chosen = parser.parse_args()
+    if chosen.out is None:
+        chosen.out = Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else results
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def mib(n_bytes: float) -> str:
+    """Bytes for a table."""
+    return f"{n_bytes / MIB:.1f} MiB"
+
+
+def _write(path: Path, stored: Measured) -> None:
+    """Replace the file in one step: who reads it sees the old cells or the new ones."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", "utf-8")
+    unfinished.replace(path)
