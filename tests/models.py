@@ -2,7 +2,8 @@
 
 Every builder returns `(loss, init)`: `init(key)` makes the loss's arguments, parameters first, so that
 `jax.eval_shape(init, key)` gives them without allocating anything. `wrap` is applied to each run of `every` blocks:
-`wrap=jax.checkpoint` is what a careful user writes today, and what a plan has to beat. Blocks are unrolled.
+`wrap=jax.checkpoint` is what a careful user writes today, and what a plan has to beat. With `every=(8, 1)` each block
+is wrapped, and each run of eight again round them. Blocks are unrolled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Array = jax.Array
 Block = tuple[Callable[[Any, Any], Any], Any]
 Built = tuple[Callable[..., Array], Callable[[Array], tuple[Any, ...]]]
 Wrap = Callable[[Callable], Callable]
+Every = int | tuple[int, ...]
 
 
 def unwrapped(fun: Callable) -> Callable:
@@ -26,13 +28,17 @@ def unwrapped(fun: Callable) -> Callable:
     return fun
 
 
-def run_blocks(blocks: Sequence[Block], x: Any, wrap: Wrap, every: int) -> Any:
+def run_blocks(blocks: Sequence[Block], x: Any, wrap: Wrap, every: Every) -> Any:
     """Apply blocks in order, each run of `every` of them as one wrapped function of (parameters, activations)."""
-    for start in range(0, len(blocks), every):
-        functions, params = zip(*blocks[start : start + every], strict=True)
+    size, *inner = every if isinstance(every, tuple) else (every,)
+    for start in range(0, len(blocks), size):
+        functions, params = zip(*blocks[start : start + size], strict=True)
 
         def run(params, x, functions=functions):
-            for function, p in zip(functions, params, strict=True):
+            parts = list(zip(functions, params, strict=True))
+            if inner:
+                return run_blocks(parts, x, wrap, tuple(inner))
+            for function, p in parts:
                 x = function(p, x)
             return x
 
@@ -60,7 +66,7 @@ def norm_params(width: int) -> dict[str, Array]:
     return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
 
-def chain(layers: int, batch: int, width: int, wrap: Wrap = unwrapped, every: int = 1) -> Built:
+def chain(layers: int, batch: int, width: int, wrap: Wrap = unwrapped, every: Every = 1) -> Built:
     """The paper's chain: x = tanh(x @ w), each layer with a weight of its own."""
 
     def init(key):
@@ -73,7 +79,7 @@ def chain(layers: int, batch: int, width: int, wrap: Wrap = unwrapped, every: in
     return loss, init
 
 
-def mlp(layers: int, batch: int, width: int, wrap: Wrap = unwrapped, every: int = 1) -> Built:
+def mlp(layers: int, batch: int, width: int, wrap: Wrap = unwrapped, every: Every = 1) -> Built:
     """Residual layers x = x + gelu(x @ w)."""
 
     def init(key):
@@ -116,7 +122,7 @@ def transformer_block(heads: int, is_causal: bool) -> Callable[[Any, Array], Arr
 
 
 def gpt(
-    layers: int, batch: int, length: int, width: int, heads: int, vocab: int, wrap: Wrap = unwrapped, every: int = 1
+    layers: int, batch: int, length: int, width: int, heads: int, vocab: int, wrap: Wrap = unwrapped, every: Every = 1
 ) -> Built:
     """A decoder of pre-LN blocks with tied embeddings; the loss predicts each next token."""
 
@@ -148,7 +154,7 @@ def vit(
     heads: int,
     classes: int,
     wrap: Wrap = unwrapped,
-    every: int = 1,
+    every: Every = 1,
 ) -> Built:
     """A vision transformer on `size` x `size` images, mean-pooled."""
     n_patches = (size // patch) ** 2
@@ -214,7 +220,7 @@ def bottleneck_params(key: Array, n_in: int, width: int, stride: int) -> dict[st
 
 
 def resnet(
-    depths: tuple[int, ...], batch: int, size: int, width: int, classes: int, wrap: Wrap = unwrapped, every: int = 1
+    depths: tuple[int, ...], batch: int, size: int, width: int, classes: int, wrap: Wrap = unwrapped, every: Every = 1
 ) -> Built:
     """A residual network of bottlenecks with batch normalisation; depths (3, 4, 6, 3) and width 64 is ResNet-50."""
     strides = [2 if b == 0 and stage else 1 for stage, depth in enumerate(depths) for b in range(depth)]
@@ -241,7 +247,7 @@ def resnet(
     return loss, init
 
 
-def unet(levels: int, batch: int, size: int, width: int, wrap: Wrap = unwrapped, every: int = 1) -> Built:
+def unet(levels: int, batch: int, size: int, width: int, wrap: Wrap = unwrapped, every: Every = 1) -> Built:
     """A U-Net: every level's features skip over all that is below it; the loss is the error of denoising."""
     downs = [width << level for level in range(levels)]
 
@@ -263,20 +269,28 @@ def unet(levels: int, batch: int, size: int, width: int, wrap: Wrap = unwrapped,
         }
         return params, random.normal(k[-2], (batch, size, size, 3))
 
-    def block(p, x):
+    def double_block(p, x):
         x = jax.nn.relu(batch_norm(p["norm1"], conv(p["conv1"], x)))
         return jax.nn.relu(batch_norm(p["norm2"], conv(p["conv2"], x)))
 
+    def pool(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+
+    def first(p, carry):
+        return double_block(p, carry[0]), ()
+
+    def down(p, carry):
+        x, skips = carry
+        return double_block(p, pool(x)), (*skips, x)
+
+    def up(p, carry):
+        x, (*skips, skip) = carry
+        return double_block(p, jnp.concatenate([skip, x.repeat(2, 1).repeat(2, 2)], -1)), tuple(skips)
+
     def loss(params, images):
-        x, skips = images, []
-        for level, p in enumerate(params["down"]):
-            if level:
-                x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
-            x = run_blocks([(block, p)], x, wrap, every)
-            skips.append(x)
-        for p, skip in zip(params["up"][::-1], skips[-2::-1], strict=True):
-            x = jnp.concatenate([skip, x.repeat(2, 1).repeat(2, 2)], -1)
-            x = run_blocks([(block, p)], x, wrap, every)
+        kinds = [first, *(down,) * (levels - 1), *(up,) * (levels - 1)]
+        blocks = list(zip(kinds, [*params["down"], *params["up"][::-1]], strict=True))
+        x, _ = run_blocks(blocks, (images, ()), wrap, every)
         return jnp.mean((conv(params["out"], x) - jnp.tanh(images)) ** 2)
 
     return loss, init
@@ -290,7 +304,7 @@ def lstm(
     width: int,
     classes: int,
     wrap: Wrap = unwrapped,
-    every: int = 1,
+    every: Every = 1,
 ) -> Built:
     """The paper's LSTM (§5.3), unrolled over time: all steps share their weights; a loss at each step."""
 
