@@ -93,6 +93,9 @@ NETWORKS = (
 )
 
 GPT_16 = Model("gpt16", models.gpt, NETWORKS[2].toy_size, {**NETWORKS[2].full_size, "layers": 16})
+RESNET_198 = Model(
+    "resnet198", models.resnet, NETWORKS[3].toy_size, {**NETWORKS[3].full_size, "depths": (3, 24, 36, 3)}
+)
 
 
 def weights_and_input(key: jax.Array, layers: int = 8, batch: int = 128, width: int = 16) -> tuple[Any, jax.Array]:
@@ -283,7 +286,7 @@ TOYS = (
 )
 
 MODELS = NETWORKS + TOYS
-BY_NAME = {model.name: model for model in (*MODELS, GPT_16)}
+BY_NAME = {model.name: model for model in (*MODELS, GPT_16, RESNET_198)}
 
 
 @functools.cache

@@ -1,0 +1,228 @@
+"""Plans beside what can be written by hand: memory and FLOPs of the compiled gradient, relative to the plain one.
+
+By hand each network's blocks are wrapped in `jax.checkpoint`: each, every 2, 4 or √n together, nested, and each with a
+policy (`dots_saveable`, `dots_with_no_batch_dims_saveable`, outputs of convolutions saved). `jaxsub` is given budgets.
+The lower convex hull of the hand-made points, plain among them, is what a plan is held against: at each budget a plan
+should execute no more FLOPs than the hull has there. Budgets go down to three quarters of the least by hand.
+
+    python examples/benchmarks/hull.py                        # every network at full size, resumed where it was stopped
+    python examples/benchmarks/hull.py --models mlp gpt16     # some of them
+    python examples/benchmarks/hull.py --quick                # toy sizes, under two minutes
+    python examples/benchmarks/hull.py --draw                 # the tables again, from the results alone
+
+Nothing is executed: shapes are traced and compiled. FLOPs are the CPU compiler's count, for other targets too: their
+compilers give none. XLA counts less than 1 where recomputing spares it to store and read elementwise results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxsub
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
+
+import zoo  # noqa: E402
+from records import Cell, Measured, fill, load, mib  # noqa: E402
+
+TOLERANCE = 0.003
+"""A plan this little above the hull counts as on it."""
+
+BELOW = 0.75
+"""The share of the least memory by hand that plans are asked to reach."""
+
+BUDGETS: dict[str, tuple[float, ...]] = {
+    "mlp": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1),
+    "gpt16": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.08, 0.065),
+    "unet": (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2),
+    "vit": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1),
+    "resnet": (0.8, 0.6, 0.35, 0.27, 0.25, 0.22, 0.2, 0.18, 0.15),
+    "lstm": (0.5, 0.2, 0.1, 0.07, 0.06, 0.05, 0.045, 0.03),
+    "resnet198": (0.6, 0.35, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06),
+}
+BLOCKS = {"mlp": 48, "gpt16": 16, "unet": 9, "vit": 12, "resnet": 16, "lstm": 32, "resnet198": 66}
+CONVOLUTIONAL = frozenset(("unet", "resnet", "resnet198"))
+TARGETS = {"mlp": ("cpu", "h200"), "gpt16": ("cpu", "h200")}
+QUICK_BUDGETS = (0.5, 0.3)
+QUICK_BLOCKS = {"mlp": 12, "gpt16": 4}
+
+Point = tuple[float, float]
+Wrapped = dict[str, tuple[Callable, int | tuple[int, ...]]]
+
+
+def convs_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Save what convolutions make."""
+    return primitive.name == "conv_general_dilated"
+
+
+def by_hand(n_blocks: int, is_convolutional: bool) -> Wrapped:
+    """What is written by hand round blocks: a wrapper, and how many blocks it goes round."""
+    policies, root = jax.checkpoint_policies, math.isqrt(n_blocks)
+    each: dict[str, Any] = {f"every {n}": n for n in (1, 2, 4, root)} | {f"every {root}, nested": (root, 1)}
+    found: Wrapped = {name: (jax.checkpoint, every) for name, every in each.items()}
+    dots = {
+        "dots_saveable": policies.dots_saveable,
+        "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+    }
+    saved = {"convolutions saved": convs_saveable} if is_convolutional else dots
+    return found | {name: (partial(jax.checkpoint, policy=policy), 1) for name, policy in saved.items()}
+
+
+def measured(loss: Callable, args: tuple[Any, ...], target: str, flops_from: Callable | None = None) -> dict[str, Any]:
+    """Bytes of the compiled gradient for a target, and its FLOPs as the CPU's compiler counts them."""
+    found = jaxsub.measure(loss, *args, target=None if target == "cpu" else target)
+    counted = found if found.flops is not None else jaxsub.measure(flops_from or loss, *args)
+    return {"bytes": found.temp_bytes, "flops": counted.flops, "compile_seconds": found.compile_seconds}
+
+
+def hand_made(model: zoo.Model, size: str, target: str, by_hand: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a network, wrapped by hand or not."""
+    loss, args = getattr(model, size)(**by_hand)
+    return measured(loss, args, target)
+
+
+def planned(model: zoo.Model, size: str, target: str, budget: int | float) -> dict[str, Any]:
+    """Figures of a network under a budget; none where nothing fits."""
+    loss, args = getattr(model, size)()
+    on = None if target == "cpu" else target
+    try:
+        plan = jaxsub.plan(loss, *args, budget=budget, target=on, progress=False)
+    except jaxsub.InfeasibleBudgetError as refusal:
+        return {"least_bytes": refusal.least_bytes}
+    found = plan.measurement
+    flops = found.flops
+    if flops is None:
+        flops = jaxsub.measure(jaxsub.sublinear(loss, plan=plan), *args).flops
+    return {
+        "bytes": found.temp_bytes,
+        "flops": flops,
+        "predicted_bytes": plan.prediction.temp_bytes if plan.prediction else None,
+        "extra": plan.prediction.extra_flops / plan.prediction.forward_flops if plan.prediction else None,
+        "regions": plan.n_regions,
+        "compile_seconds": found.compile_seconds,
+    }
+
+
+def hand_cells(name: str, target: str, size: str, n_blocks: int) -> Iterator[Cell]:
+    """The plain network and everything by hand."""
+    model = zoo.BY_NAME[name]
+    yield Cell(f"{name}/{target}/plain", partial(hand_made, model, size, target, {}))
+    for label, (wrap, every) in by_hand(n_blocks, name in CONVOLUTIONAL).items():
+        run = partial(hand_made, model, size, target, dict(wrap=wrap, every=every))
+        yield Cell(f"{name}/{target}/by hand/{label}", run)
+
+
+def plan_cells(name: str, target: str, size: str, budgets: tuple[float, ...], hand: Measured) -> Iterator[Cell]:
+    """Plans at all budgets, the last one below what can be had by hand."""
+    plain_bytes = hand[f"{name}/{target}/plain"]["bytes"]
+    least = BELOW * min(figures["bytes"] for figures in hand.values()) / plain_bytes
+    for budget in (*budgets, round(least, 4)):
+        run = partial(planned, zoo.BY_NAME[name], size, target, budget)
+        yield Cell(f"{name}/{target}/budget/{budget}", run)
+
+
+def lower_hull(points: list[Point]) -> list[Point]:
+    """The corners of the lower convex hull, memory rising, down to the fewest FLOPs."""
+    corners: list[Point] = []
+    for x, y in sorted(points):
+        while corners and y <= corners[-1][1] and x == corners[-1][0]:
+            corners.pop()
+        while len(corners) > 1 and _turns_up(corners[-2], corners[-1], (x, y)):
+            corners.pop()
+        if not corners or y < corners[-1][1]:
+            corners.append((x, y))
+    return corners
+
+
+def _turns_up(a: Point, b: Point, c: Point) -> bool:
+    """Whether `b` lies on or above the line from `a` to `c`."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def height(corners: list[Point], x: float) -> float | None:
+    """The hull's FLOPs at a share of memory; `None` left of it."""
+    if x < corners[0][0]:
+        return None
+    for (x0, y0), (x1, y1) in pairwise(corners):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return corners[-1][1]
+
+
+def table(name: str, target: str, stored: Measured) -> bool:
+    """Print a network's points and plans; whether all plans are on or below the hull."""
+    start = f"{name}/{target}/"
+    found = {key.removeprefix(start): figures for key, figures in stored.items() if key.startswith(start)}
+    if "plain" not in found:
+        return True
+    plain = found.pop("plain")
+    print(f"\n{name} on {target}: plain {mib(plain['bytes'])}, {plain['flops']:.4g} FLOPs")
+
+    def share(figures: dict[str, Any]) -> Point:
+        return figures["bytes"] / plain["bytes"], figures["flops"] / plain["flops"]
+
+    hand = {key.partition("/")[2]: share(f) for key, f in found.items() if key.startswith("by hand/")}
+    for label, (x, y) in sorted(hand.items(), key=lambda entry: entry[1]):
+        print(f"  by hand {label:34} {x:.4f} @ {y:.4f}")
+    corners, good = lower_hull([(1.0, 1.0), *hand.values()]), True
+    budgets = {float(key.partition("/")[2]): f for key, f in found.items() if key.startswith("budget/")}
+    for budget, figures in sorted(budgets.items(), reverse=True):
+        if "bytes" not in figures:
+            print(f"  budget {budget:.4f}  refused: the least is {figures['least_bytes'] / plain['bytes']:.4f}")
+            good = good and budget < BELOW * min(x for x, _ in hand.values()) - 1e-4
+            continue
+        x, y = share(figures)
+        over = height(corners, budget)
+        is_good = over is None or y <= over * (1 + TOLERANCE)
+        beside = "nothing by hand" if over is None else f"hull {over:.4f}  {100 * (y / over - 1):+5.1f} %"
+        print(f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  {beside}{'' if is_good else '  ABOVE'}")
+        good = good and is_good
+    return good
+
+
+def options() -> argparse.Namespace:
+    """What is asked for on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(BUDGETS), default=tuple(BUDGETS), metavar="MODEL",
+                        help=f"some of {', '.join(BUDGETS)}")  # fmt: skip
+    parser.add_argument("--targets", nargs="+", help="only these of a network's targets")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, under two minutes on two cores")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: tables from the results alone")
+    parser.add_argument("--out", type=Path, help="where results are kept (default: beside this file)")
+    chosen = parser.parse_args()
+    if chosen.out is None:
+        chosen.out = Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else HERE / "results"
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def main() -> None:
+    """Measure what is missing, network by network, and print the tables."""
+    chosen = options()
+    path = chosen.out / "hull.json"
+    blocks, size = (QUICK_BLOCKS, "toy") if chosen.quick else (BLOCKS, "full")
+    good = True
+    for name in (n for n in chosen.models if n in blocks):
+        targets = ("cpu",) if chosen.quick else TARGETS.get(name, ("cpu",))
+        for target in (t for t in targets if not chosen.targets or t in chosen.targets):
+            if not chosen.draw:
+                hand = fill(path, hand_cells(name, target, size, blocks[name]))
+                budgets = QUICK_BUDGETS if chosen.quick else BUDGETS[name]
+                fill(path, plan_cells(name, target, size, budgets, hand))
+            good = table(name, target, load(path)) and good
+    print(f"\nresults: {path}; {'every plan is on or below the hull' if good else 'some plans are above the hull'}")
+
+
+if __name__ == "__main__":
+    main()
