@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 from jaxsub import planners, policies
-from jaxsub.api import Sublinear, jit, measure, plan, sublinear
+from jaxsub.api import Sublinear, measure, plan, sublinear
 from jaxsub.budget import Budget
 from jaxsub.errors import (
     BudgetError,
@@ -17,7 +17,9 @@ from jaxsub.errors import (
 )
 from jaxsub.explain import explain, residuals
 from jaxsub.frontier import frontier
-from jaxsub.plan import Measurement, Plan, Segment
+from jaxsub.plan import Measurement, Plan
+from jaxsub.step import jit
+from jaxsub.ways import Segment
 
 __all__ = [
     "Budget",

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxsub import compat
+from jaxsub import compat, sites
 from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.compiled import measure_compiled
@@ -46,6 +46,7 @@ class Sublinear:
         self.settings = settings
         self._statics = Statics.of(fun, static_argnums, static_argnames)
         self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
+        self._programs: dict[Any, Program] = {}
         self._plans: dict[str, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,18 +70,27 @@ class Sublinear:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Callable[..., Any], Plan]:
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
-        key = (statics, tree, tuple(map(_type_of, leaves)), compat.trace_context())
-        if key in self._ready:
-            return self._ready[key]
-        argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
-        program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
-        plan = self._plans.get(program.fingerprint)
-        if plan is None:
-            plan = self._plans[program.fingerprint] = make_plan(program, self.settings)
+        trial = sites.current()
+        with sites.paused():
+            key = (statics, tree, tuple(map(type_of, leaves)), compat.trace_context())
+            if trial is None and key in self._ready:
+                return self._ready[key]
+            program = self._programs.get(key)
+            if program is None:
+                argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
+                program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
+            plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
         run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
-            self._ready[key] = (program, run, plan)
+            self._programs[key] = program
+            if trial is None:
+                self._ready[key] = (program, run, plan)
         return program, run, plan
+
+    def _plan_for(self, program: Program) -> Plan:
+        if program.fingerprint not in self._plans:
+            self._plans[program.fingerprint] = make_plan(program, self.settings)
+        return self._plans[program.fingerprint]
 
 
 def sublinear(
@@ -225,31 +235,7 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
     return measure_compiled(*verifying.gradient(program, emit(program, empty)), get_target(target))
 
 
-def jit(fun: Callable[..., Any] | None = None, **jit_kwargs: Any) -> Any:
-    """`jax.jit` for functions with rematerialisation: on the CPU, JAX 0.10 to 0.11.0 would undo it without an option.
-
-    Args:
-        fun: The function, usually a whole train step. Left out, a decorator is returned.
-        **jit_kwargs: As for `jax.jit`.
-
-    Returns:
-        The compiled function, as `jax.jit` makes it.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxsub
-        >>> step = jaxsub.jit(jax.grad(jaxsub.sublinear(lambda w: jnp.tanh(w).sum())))
-        >>> step(jnp.zeros(3)).tolist()
-        [1.0, 1.0, 1.0]
-    """
-    if fun is None:
-        return functools.partial(jit, **jit_kwargs)
-    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
-    if options:
-        jit_kwargs["compiler_options"] = {**options, **(jit_kwargs.get("compiler_options") or {})}
-    return jax.jit(fun, **jit_kwargs)
-
-
-def _type_of(leaf: Any) -> Any:
+def type_of(leaf: Any) -> Any:
     """What of an argument a trace depends on."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
@@ -260,8 +246,12 @@ def _type_of(leaf: Any) -> Any:
 
 
 def _named(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    run.__name__ = run.__qualname__ = f"sublinear_{getattr(fun, '__name__', 'function')}"
+    run.__name__ = run.__qualname__ = f"sublinear_{_name_of(fun)}"
     return run
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", "function")
 
 
 def _read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:

@@ -63,7 +63,9 @@ class CrossCompiled:
         return None
 
 
-def cross_compile(jitted: Any, args: Sequence[Any], target: Target) -> CrossCompiled:
+def cross_compile(
+    jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None
+) -> CrossCompiled:
     """Compile a jitted function for a GPU that is not there.
 
     Args:
@@ -71,6 +73,7 @@ def cross_compile(jitted: Any, args: Sequence[Any], target: Target) -> CrossComp
         args: Its arguments, trees of arrays and shapes. Shardings over a mesh of the target's devices are kept,
             `target.mesh` makes one; what lies on one device is taken to lie on the target.
         target: The GPU.
+        kwargs: Its keyword arguments, likewise.
 
     Raises:
         UnsupportedError: If the packages of `jaxsub[targets]` are not installed, or the program cannot be compiled for
@@ -82,10 +85,10 @@ def cross_compile(jitted: Any, args: Sequence[Any], target: Target) -> CrossComp
         compilation".
     """
     require_packages()
-    mesh = _mesh_of(args, target)
-    shapes = jax.tree.map(_unplaced, tuple(args))
-    donated = jax.tree.leaves(jitted.trace(*shapes).args_info)
-    program = _export(jitted, shapes, target)
+    mesh = _mesh_of((args, kwargs), target)
+    shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
+    donated = jax.tree.leaves(jitted.trace(*shapes, **named).args_info)
+    program = _export(jitted, shapes, named, target)
     request = {
         "spec": target.spec,
         "n_devices": target.n_devices,
@@ -130,9 +133,9 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _export(jitted: Any, args: tuple[Any, ...], target: Target) -> bytes:
+def _export(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> bytes:
     try:
-        exported = jax.export.export(jitted, platforms=[target.platform])(*args)
+        exported = jax.export.export(jitted, platforms=[target.platform])(*args, **kwargs)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise UnsupportedError(
             f"This program cannot be compiled for `{target.name}`, which is not there: {error} Host callbacks and "
@@ -145,7 +148,7 @@ def _export(jitted: Any, args: tuple[Any, ...], target: Target) -> bytes:
     return bytes(flat.serialize())
 
 
-def _mesh_of(args: Sequence[Any], target: Target) -> dict[str, Any] | None:
+def _mesh_of(args: Any, target: Target) -> dict[str, Any] | None:
     """The mesh that the arguments are spread over, in words, or `None` if they are not."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1}

@@ -59,7 +59,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     if settings.mirror is not None:
         return _mirrored(program, settings)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
-        return verifying.finish(program, _untouched(program), settings.budget)
+        return verifying.finish(program, untouched(program), settings.budget)
     if compat.checkpoint_saves_nothing():
         warnings.warn(f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
                       "turn jax_remat3 off, or use JAX 0.11.2 or later.", stacklevel=2)  # fmt: skip
@@ -71,15 +71,15 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     except (ValueError, TypeError, NotImplementedError):
         if verifying.has_gradient(program):
             raise
-        return verifying.finish(program, _untouched(program), settings.budget)
+        return verifying.finish(program, untouched(program), settings.budget)
 
 
 def _planned(program: Program, settings: Settings) -> Plan:
     budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
-    with _progress(settings) as step:
+    with Progress(settings.progress) as step:
         pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step)
         verifier = verifying.Verifier(pricer)
-        planner, cuts = _once(program, get(settings.planner)), _cuts(program)
+        planner, cuts = once(program, get(settings.planner)), cuts_of(program)
         if budget == Budget():
             plan = verifying.settle(pricer, cuts[0], planner, None)
             if settings.verify:
@@ -92,7 +92,16 @@ def _planned(program: Program, settings: Settings) -> Plan:
         return verifying.fit(verifier, planner, budget, n_bytes, cuts)
 
 
-def _untouched(program: Program) -> Plan:
+def can_plan(program: Program) -> bool:
+    """Whether a plan could do anything for a program: its gradient can be taken, and regions save memory now."""
+    active = any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs)
+    if not active or compat.checkpoint_saves_nothing():
+        return False
+    return compat.names_axes(program.traced) or verifying.has_gradient(program)
+
+
+def untouched(program: Program) -> Plan:
+    """The plan of leaving a program as it is."""
     return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
@@ -116,13 +125,13 @@ def _pinned(program: Program) -> list[int]:
     return [node.index for node in program.graph.nodes if not node.can_recompute]
 
 
-def _cuts(program: Program) -> list[tuple[int, ...]]:
+def cuts_of(program: Program) -> list[tuple[int, ...]]:
     """Ways to cut a program; what must run once is a stage of its own."""
     required = {i + after for i in _pinned(program) for after in (0, 1)}
     return [tuple(sorted({*cuts, *required})) for cuts in verifying.cut_choices(program)]
 
 
-def _once(program: Program, planner: Planner) -> Planner:
+def once(program: Program, planner: Planner) -> Planner:
     """A planner whose segments leave out what must run once."""
     pinned = _pinned(program)
     return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
@@ -154,12 +163,12 @@ def _mirrored(program: Program, settings: Settings) -> Plan:
     return verifying.finish(program, plan, settings.budget)
 
 
-class _progress:
+class Progress:
     """Show what is being compiled while planning takes long; on the terminal, never in the result."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, is_shown: bool):
         self.bar = tqdm(desc="jaxsub: planning", unit=" compiles", delay=PROGRESS_DELAY_SECONDS, leave=False,
-                        disable=not settings.progress)  # fmt: skip
+                        disable=not is_shown)  # fmt: skip
 
     def __enter__(self) -> Callable[[str], None]:
         return self.step

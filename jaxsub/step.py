@@ -1,0 +1,237 @@
+"""`jit`: a whole train step that fits a device: parameters, optimizer state, batch and temporaries together.
+
+`jax.jit` compiles the step; what the compiler allocates for it is read, and the `sublinear` functions inside are given
+the plans with which the whole fits (`jaxsub.sizing`). What is compiled to find out is what runs: a second call with
+the same shapes traces, plans and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxsub import compat, sites
+from jaxsub.api import AnyCache, type_of
+from jaxsub.budget import Budget
+from jaxsub.compiled import measurement
+from jaxsub.crosscompile import cross_compile
+from jaxsub.errors import BudgetError
+from jaxsub.holders import Held, StepReport, held_by, infeasible, report
+from jaxsub.planning import Progress
+from jaxsub.sites import Trial
+from jaxsub.sizing import Attempt, Sizing, step_bytes
+from jaxsub.statics import Statics
+from jaxsub.store import open_store
+from jaxsub.targets import Target, get_target
+
+JAX_SHARE = 0.75
+"""What JAX takes of a GPU's memory unless it is told otherwise (its page "GPU memory allocation")."""
+
+
+def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget | None = None, target: Any = None,
+        cache: AnyCache = True, progress: bool = True, **jit_kwargs: Any) -> Any:  # fmt: skip
+    """`jax.jit` for train steps: one that fits a device's memory, and that the CPU's compiler does not undo.
+
+    With `memory`, the `sublinear` functions inside the step are given plans with which the whole step fits: its
+    arguments, outputs and temporaries on one device, without the outputs that reuse a donated argument, as the
+    compiler reports them. A function with a budget of its own keeps to it, one with none is left as it is where the
+    step fits. Without `memory` it is `jax.jit`, but for an option without which JAX 0.10 to 0.11.0 would merge
+    recomputation away on the CPU.
+
+    Args:
+        fun: The function, usually a whole train step. Left out, a decorator is returned.
+        memory: What the step may take of a device: `"24GiB"`, an int of bytes; `"device"` for what the device has (of
+            a GPU that is not there, the three quarters that JAX takes by default); a float in (0, 1], the fraction of
+            what it takes unplanned; or `None` for as much as it takes.
+        target: The device to plan and verify for, such as `"h100"`; calls run on the device in use, under the plans
+            that were found. `None` for the device in use.
+        cache: Where prices are kept, as for `jaxsub.sublinear`.
+        progress: Whether to show a progress bar when planning takes long.
+        **jit_kwargs: As for `jax.jit`: `donate_argnums`, `static_argnames`, `in_shardings` and so on.
+
+    Returns:
+        The compiled function, as `jax.jit` makes it; with `memory`, a `jaxsub.step.Step`, whose `report(*args)` says
+        what the step takes and what was done.
+
+    Raises:
+        BudgetError: If `memory` cannot be read, or the device does not say what it has.
+        InfeasibleBudgetError: At the first call, if the step does not fit; it says what holds the memory and the least
+            that would do.
+        UnsupportedError: At the first call, if the compiler does not say what it allocates.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> loss = jaxsub.sublinear(loss)
+        >>> @jaxsub.jit(memory=0.7, donate_argnums=0)
+        ... def step(ws, x):
+        ...     return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
+        >>> ws, x = [jnp.eye(16)] * 16, jnp.ones((256, 16))
+        >>> found = step.report(ws, x)
+        >>> found.step_bytes <= found.memory_bytes < found.plain_bytes
+        True
+    """
+    if fun is None:
+        return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
+    if memory is not None:
+        return Step(fun, memory, target, cache, progress, jit_kwargs)
+    if target is not None:
+        raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
+    return jax.jit(fun, **_with_options(jit_kwargs))
+
+
+def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `jax.jit` is given on the device in use."""
+    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+    if not options:
+        return jit_kwargs
+    return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
+
+
+class Step:
+    """A whole step that fits a device; made by `jit(memory=...)`.
+
+    Attributes:
+        fun: The step as it was.
+        memory: What it may take of a device, as it was given.
+        target: What it is planned for; `None` for the device in use.
+    """
+
+    def __init__(self, fun: Callable[..., Any], memory: Any, target: Any, cache: AnyCache, progress: bool,
+                 jit_kwargs: dict[str, Any]):  # fmt: skip
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.memory = memory if memory == "device" else Budget.parse(memory)
+        self.target = target
+        self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
+        numbers, names = (jit_kwargs.get(f"static_arg{what}", ()) for what in ("nums", "names"))
+        numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        self._statics = Statics.of(fun, numbers, names)
+        self._ready: dict[Any, tuple[Any, StepReport]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        return self._prepare(args, kwargs)[0](*args, **kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> StepReport:
+        """What the step takes for arguments of these shapes, arrays or `jax.ShapeDtypeStruct`s; nothing is run."""
+        return self._prepare(args, kwargs)[1]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, lowered under its plans, as `jax.jit` does it."""
+        return self._prepare(args, kwargs)[0].lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, traced under its plans, as `jax.jit` does it."""
+        return self._prepare(args, kwargs)[0].trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes of the results; nothing is planned."""
+        return jax.eval_shape(self.fun, *args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"jaxsub.jit({getattr(self.fun, '__qualname__', self.fun)!s}, memory={self.memory!s})"
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
+        key = (statics, tree, tuple(map(_placed_type, leaves)), compat.trace_context())
+        if key not in self._ready:
+            self._ready[key] = self._size(args, kwargs)
+        return self._ready[key]
+
+    def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        target, store = get_target(self.target), open_store(self._cache)
+        with Progress(self._progress) as told:
+
+            def compile_trial(trial: Trial) -> Attempt:
+                told("the whole step")
+                return self._compile(trial, args, kwargs)
+
+            first = compile_trial(Trial(target))
+            n_bytes = self._n_bytes(target, first)
+            sizing = Sizing(first, compile_trial, target, store, told)
+            best = sizing.run(n_bytes)
+            held = self._held(first, args, kwargs)
+            if best is None:
+                raise infeasible(n_bytes, sizing.least(), held)
+        run = best.run if target.is_present else self._jitted(best.trial)
+        return run, report(n_bytes, first, best, held, len(sizing.attempts))
+
+    def _n_bytes(self, target: Target, first: Attempt) -> int:
+        """What the step may take, in bytes."""
+        if isinstance(self.memory, Budget):
+            if self.memory.n_bytes is not None:
+                return self.memory.n_bytes
+            return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
+        return device_bytes(target)
+
+    def _jitted(self, trial: Trial, *, is_here: bool = True) -> Any:
+        run = functools.wraps(self.fun)(sites.tried(self.fun, trial))
+        return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
+
+    def _compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+        start = time.perf_counter()
+        jitted = self._jitted(trial, is_here=trial.target.is_present)
+        if trial.target.is_present:
+            chosen: Any = contextlib.nullcontext() if self.target is None else jax.default_device(trial.target.device)
+            with chosen:
+                compiled = jitted.lower(*args, **kwargs).compile()
+        else:
+            compiled = cross_compile(jitted, args, trial.target, kwargs)
+        return Attempt(trial, measurement(compiled, trial.target, time.perf_counter() - start), jitted)
+
+    def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
+        _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        numbers = [i for i in range(len(args)) if i not in self._statics.argnums]
+        return held_by(
+            dynamic_args, dynamic_kwargs, [self._name(i) for i in numbers], attempt.run.trace(*args, **kwargs)
+        )
+
+    def _name(self, number: int) -> str:
+        parameters = list(inspect.signature(self.fun).parameters.values())
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in parameters if p.kind in kinds]
+        return names[number] if number < len(names) else f"argument {number}"
+
+
+def device_bytes(target: Target) -> int:
+    """What a device has for a program.
+
+    Raises:
+        BudgetError: If it does not say.
+
+    Example:
+        >>> device_bytes(get_target("h100")) / 2**30
+        60.0
+    """
+    if not target.is_present:
+        return int(JAX_SHARE * target.memory_bytes)
+    found = (target.device.memory_stats() or {}) if target.device is not None else {}
+    if "bytes_limit" not in found:
+        raise BudgetError(
+            f'memory="device": `{target.name}` ({target.platform}) does not say how much memory a program may take. '
+            'Say it in bytes, memory="8GiB", or name the GPU to plan for, target="h100".'
+        )
+    return int(found["bytes_limit"])
+
+
+def _placed_type(leaf: Any) -> Any:
+    """What of an argument a step's memory depends on: shape, dtype, and how it is spread over devices."""
+    sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, jax.core.Tracer) else None
+    is_spread = sharding is not None and not isinstance(sharding, jax.sharding.SingleDeviceSharding)
+    return type_of(leaf), sharding if is_spread else None
