@@ -27,32 +27,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxsub.errors import PlannerError
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """How a loop of known length runs: all its steps kept, each executed again, or blocks of steps executed again.
-
-    Attributes:
-        node: Its node, counted from the first node of the stage in an `Option`, and of the program in a `Plan`.
-        blocks: Steps in each block, outermost blocks first, each size smaller than the one before; every block is a
-            region that saves what it starts from.
-        is_recomputed: Whether each step is a region too.
-        saved: What such a step saves, as offsets from the first value its body makes.
-        kept_steps: How many of the steps executed last stand outside all blocks and keep what their backward pass
-            reads.
-        kept_saved: What each of those saves, in a region of its own; where empty, they keep whatever the compiler
-            likes.
-        inner: Loops inside its body; their nodes are the body's.
-    """
-
-    node: int
-    blocks: tuple[int, ...] = ()
-    is_recomputed: bool = False
-    saved: tuple[int, ...] = ()
-    kept_steps: int = 0
-    kept_saved: tuple[int, ...] = ()
-    inner: tuple[Loop, ...] = ()
+from jaxsub.ways import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +41,7 @@ class Option:
         recompute_flops: FLOPs executed again in its backward pass, after dead-code elimination, elementwise work
             weighed as `jaxsub.flops.ELEMENTWISE_WEIGHT` says.
         recompute_seconds: The same in seconds, where known.
-        loops: How loops in it run, where not plainly.
+        loops: How loops and conditionals in it run, where not plainly.
         loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
         is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
     """
@@ -76,7 +51,7 @@ class Option:
     transient_bytes: int = 0
     recompute_flops: float = 0.0
     recompute_seconds: float = 0.0
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Way, ...] = ()
     loop_flops: float = 0.0
     is_region: bool = True
 

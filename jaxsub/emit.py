@@ -1,39 +1,20 @@
 """From a `Program` and a `Plan` back to a function: `jax.checkpoint` regions and gradient barriers.
 
-The flat equations are cut into slices; each is evaluated with `jax.core.eval_jaxpr`. A segment becomes one
-`jax.checkpoint` region, nested as its segments are; values it saves are named inside it, every later consumer reads the
-named one, and the region's policy saves those names. Alike segments share one function object, so that JAX traces and
-differentiates it once. Alike means that they would do the same: two callbacks, or two derivative rules, that are the
-same lines of code but close over different things are not alike.
-
-**Gradient barriers.** In front of an item a barrier ties the activations that cross there to the weights the item
-uses: `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so
-far, to the activations' cotangents, so the compiler cannot put off finishing it. In a nest a value is fenced only where
-an item of that nest at or after the barrier reads it, or the nest returns it; the nest returns weights that are used
-after it too, so that each contribution joins the running sum at once.
+Loops and conditionals are rewritten as the plan says (`jaxsub.loops`), then the flat equations become regions
+(`jaxsub.regions`). What must run once never stands in a region.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
-from jaxsub import compat
 from jaxsub.errors import PlanMismatchError, UnsupportedError
-from jaxsub.flops import bodies_of
 from jaxsub.loops import with_loops
-from jaxsub.plan import Plan, Segment, walk
+from jaxsub.plan import Plan
 from jaxsub.program import Program, first_difference
-
-Env = dict[int, Any]
-Step = Callable[[Env], None]
+from jaxsub.regions import with_regions
+from jaxsub.ways import Segment
 
 
 def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
@@ -61,8 +42,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
         [0.7456]
     """
     _check(program, plan)
-    emitter = _Emitter(with_loops(program, plan.loops), frozenset(plan.barriers))
-    return emitter.function(plan.segments)
+    return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)
 
 
 def _check(program: Program, plan: Plan) -> None:
@@ -116,265 +96,3 @@ def _split(segment: Segment, nodes: Sequence[int]) -> Iterator[Segment]:
     for a, b in zip([segment.start, *(n + 1 for n in inside)], [*inside, segment.stop], strict=True):
         if a < b:
             yield Segment(a, b)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Region:
-    """A segment as a function: what it reads, what it returns, and which weights it fences inside."""
-
-    call: Callable[..., tuple[Any, ...]]
-    reads: tuple[int, ...]
-    returns: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Emitter:
-    program: Program
-    barriers: frozenset[int]
-    variables: list[Any] = field(init=False)
-    last_use: tuple[int, ...] = field(init=False)
-    weights: frozenset[int] = field(init=False)
-    shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.variables = [*self.program.invars, *(v for eqn in self.program.eqns for v in eqn.outvars)]
-        self.last_use = self.program.graph.last_uses()
-        self.weights = self.program.graph.weights()
-
-    def function(self, segments: Sequence[Segment]) -> Callable[..., list[Any]]:
-        graph = self.program.graph
-        steps, _ = self.steps(0, len(graph.nodes), segments, scope="jaxsub")
-        index = {v: i for i, v in enumerate(self.variables)}
-        outputs = [index[a] if compat.is_var(a) else a for a in self.program.outvars]
-
-        def run(*inputs: Any) -> list[Any]:
-            env: Env = dict(enumerate(inputs))
-            for step in steps:
-                step(env)
-            return [env[o] if isinstance(o, int) else o.val for o in outputs]
-
-        return run
-
-    def steps(self, start: int, stop: int, segments: Sequence[Segment], scope: str) -> tuple[list[Step], set[int]]:
-        """The steps of one scope, and the weights fenced in it."""
-        steps: list[Step] = []
-        fenced: set[int] = set()
-        crossing = self._scope_inputs(start, stop) if start else {}
-        for number, (piece, segment) in enumerate(self._pieces(start, stop, segments)):
-            if piece.start in self.barriers and piece.start != start:
-                crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
-                weights = self._weights_read(piece)
-                fenced.update(weights)
-                steps.append(_barrier((*crossing, *(w for w in weights if w not in crossing))))
-            if segment is None:
-                steps.append(self._slice(piece))
-            else:
-                region, inner = self._region(segment)
-                fenced |= inner
-                steps.append(_call(region, f"{scope}/segment_{number}" if scope else ""))
-            crossing.update((v, None) for v in self._made(piece) if self._is_activation(v))
-        return steps, fenced
-
-    def _pieces(self, start: int, stop: int, segments: Sequence[Segment]) -> Iterator[tuple[range, Segment | None]]:
-        """Cut a scope at its segments and barriers."""
-        at = start
-        for segment in [*segments, None]:
-            end = stop if segment is None else segment.start
-            cuts = sorted({at, end, *(b for b in self.barriers if at < b < end)}) if end > at else [at]
-            yield from ((range(a, b), None) for a, b in pairwise(cuts))
-            if segment is not None:
-                yield range(segment.start, segment.stop), segment
-                at = segment.stop
-
-    def _slice(self, piece: range) -> Step:
-        reads, returns = self._reads(piece), self._returns(piece)
-        return self._evaluate(piece, reads, returns)
-
-    def _evaluate(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> Step:
-        jaxpr = compat.make_jaxpr_of(
-            self.program.eqns[piece.start : piece.stop],
-            [self.variables[v] for v in reads],
-            [self.variables[v] for v in returns],
-            self.program.traced,
-        )
-
-        def step(env: Env) -> None:
-            env.update(zip(returns, jax.core.eval_jaxpr(jaxpr, (), *[env[v] for v in reads]), strict=True))
-
-        return step
-
-    def _region(self, segment: Segment) -> tuple[_Region, set[int]]:
-        piece = range(segment.start, segment.stop)
-        if segment.children or any(b in self.barriers for b in piece[1:]):
-            steps, fenced = self.steps(segment.start, segment.stop, segment.children, scope="")
-        else:
-            steps, fenced = self._named_steps(piece, segment.saved), set()
-        threaded = [w for w in sorted(fenced) if self.last_use[w] >= segment.stop and w not in self._made(piece)]
-        reads = self._reads(piece)
-        returns = tuple(dict.fromkeys((*self._returns(piece), *threaded)))
-        key = self._key(segment, reads, returns)
-        if key not in self.shared:
-            self.shared[key] = _checkpointed(
-                steps, reads, returns, [f"jaxsub_{v - self._made(piece).start}" for v in segment.saved]
-            )
-        return _Region(self.shared[key], reads, returns), fenced
-
-    def _named_steps(self, piece: range, saved: Sequence[int]) -> list[Step]:
-        """Evaluate a run of equations, naming the saved values where they are made."""
-        steps: list[Step] = []
-        first = self._made(piece).start
-        saved = [
-            v for v in saved if self.last_use[v] > (self.program.graph.values[v].producer or 0) and self._can_name(v)
-        ]
-        producers = sorted({self.program.graph.values[v].producer or 0 for v in saved})
-        at = piece.start
-        for producer in producers:
-            run = range(at, producer + 1)
-            # what the slice returns is judged by uses after it, within or beyond the region
-            steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
-            steps.append(_name([v for v in saved if self.program.graph.values[v].producer == producer], first))
-            at = producer + 1
-        if at < piece.stop:
-            run = range(at, piece.stop)
-            steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
-        return steps
-
-    def _key(self, segment: Segment, reads: Sequence[int], returns: Sequence[int]) -> Any:
-        """What makes two segments the same function: equations, wiring, what is returned, saved, nested and fenced."""
-        base = self._made(range(segment.start, segment.stop)).start
-        place = {v: i for i, v in enumerate(reads)}
-        wiring = []
-        for i in range(segment.start, segment.stop):
-            node = self.program.graph.nodes[i]
-            places = tuple(v - base if v >= base else ~place[v] for v in node.inputs)
-            wiring.append((self.program.signatures[i], _identity(self.program.eqns[i]), places))
-        inner = list(walk((segment,)))
-        shape = tuple(
-            (s.start - segment.start, s.stop - segment.start, tuple(v - base for v in s.saved)) for s in inner
-        )
-        fences = tuple(b - segment.start for b in self.barriers if segment.start < b < segment.stop)
-        kinds = (
-            tuple((v in self.weights, self.program.graph.values[v].is_differentiated) for v in reads) if fences else ()
-        )
-        later = tuple(self.last_use[v] >= segment.stop for v in reads) if fences else ()
-        results = tuple(v - base if v >= base else ~place[v] for v in returns)
-        return tuple(wiring), shape, tuple(sorted(fences)), kinds, later, results
-
-    def _made(self, piece: range) -> range:
-        return self.program.graph.made_by(piece.start, piece.stop)
-
-    def _reads(self, piece: range) -> tuple[int, ...]:
-        made = self._made(piece).start
-        nodes = self.program.graph.nodes[piece.start : piece.stop]
-        return tuple(dict.fromkeys(v for node in nodes for v in node.inputs if v < made))
-
-    def _returns(self, piece: range) -> tuple[int, ...]:
-        return tuple(v for v in self._made(piece) if self.last_use[v] >= piece.stop)
-
-    def _is_activation(self, v: int) -> bool:
-        is_array = not hasattr(self.variables[v].aval, "inner_aval")  # a reference is no array
-        return is_array and self.program.graph.values[v].is_differentiated and v not in self.weights
-
-    def _can_name(self, v: int) -> bool:
-        """JAX rounds what a policy saves by `reduce_precision`, which takes no complex numbers; keys are not named."""
-        dtype = self.variables[v].aval.dtype
-        return not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.complexfloating, jax.dtypes.extended))
-
-    def _last_use_in(self, v: int, start: int, stop: int) -> int:
-        """The last use that matters in a scope: what comes in from outside matters only where the scope reads it."""
-        value = self.program.graph.values[v]
-        if start and (value.producer is None or value.producer < start):
-            return max((c for c in value.consumers if c < stop), default=-1)
-        return self.last_use[v]
-
-    def _scope_inputs(self, start: int, stop: int) -> dict[int, None]:
-        return {v: None for v in self._reads(range(start, stop)) if self._is_activation(v)}
-
-    def _weights_read(self, piece: range) -> list[int]:
-        return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]
-
-
-def _barrier(values: Sequence[int]) -> Step:
-    def step(env: Env) -> None:
-        env.update(zip(values, compat.fence([env[v] for v in values]), strict=True))
-
-    return step
-
-
-def _name(values: Sequence[int], first: int) -> Step:
-    def step(env: Env) -> None:
-        env.update((v, checkpoint_name(env[v], f"jaxsub_{v - first}")) for v in values)
-
-    return step
-
-
-def _call(region: _Region, scope: str) -> Step:
-    def step(env: Env) -> None:
-        inputs = [env[v] for v in region.reads]
-        if scope:
-            with jax.named_scope(scope):
-                outputs = region.call(*inputs)
-        else:
-            outputs = region.call(*inputs)
-        env.update(zip(region.returns, outputs, strict=True))
-
-    return step
-
-
-def _checkpointed(
-    steps: Sequence[Step], reads: Sequence[int], returns: Sequence[int], names: Sequence[str]
-) -> Callable[..., Any]:
-    def region(*inputs: Any) -> tuple[Any, ...]:
-        env: Env = dict(zip(reads, inputs, strict=True))
-        for step in steps:
-            step(env)
-        return tuple(env[v] for v in returns)
-
-    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-    return jax.checkpoint(region, policy=policy)
-
-
-def _identity(eqn: Any) -> tuple[Any, ...]:
-    """What else an equation's signature must agree on for two equations to do the same: functions, inner constants."""
-    found = tuple(_root(p, ()) for key, p in sorted(eqn.params.items()) if _is_function(p) and key != "out_trees")
-    for body in bodies_of(eqn):
-        consts = tuple(map(id, getattr(body, "consts", ())))
-        found += (consts, *(_identity(inner) for inner in body.eqns))
-    return tuple(part for part in found if part)
-
-
-def _is_function(x: Any) -> bool:
-    return not hasattr(x, "eqns") and not isinstance(x, type) and (callable(x) or _is_wrapped(x))
-
-
-def _is_wrapped(x: Any) -> bool:
-    """JAX's own wrapped function: a function, transformations, their parameters."""
-    return hasattr(x, "transforms") and hasattr(x, "f") and hasattr(x, "params")
-
-
-def _root(x: Any, above: tuple[int, ...]) -> Any:
-    """Equal for two functions that do the same: one piece of code, and equal things closed over.
-
-    JAX wraps a rule anew at every use; in its own closures only functions and plain values are looked at.
-    """
-    if id(x) in above:
-        return "itself"
-    above += (id(x),)
-    if isinstance(x, tuple | list):
-        return tuple(_root(part, above) for part in x)
-    if isinstance(x, dict):
-        return tuple((key, _root(part, above)) for key, part in x.items())
-    if isinstance(x, types.MethodType):
-        return _root(x.__func__, above), id(x.__self__)
-    if isinstance(x, functools.partial) or _is_wrapped(x):
-        parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
-        return _root(parts, above)
-    if isinstance(x, types.FunctionType):
-        held = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
-        is_jax = x.__module__.partition(".")[0] == "jax"
-        return x.__code__, *(_root(part, above) for part in held if not is_jax or _is_function(part) or _is_plain(part))
-    return (type(x), x) if _is_plain(x) or isinstance(x, jax.tree_util.PyTreeDef) else id(x)
-
-
-def _is_plain(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | complex | str | bytes)

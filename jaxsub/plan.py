@@ -12,32 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Loop, Prediction, Run, check_runs, predict
+from jaxsub.chain import Chain, Prediction, Run, check_runs, predict
 from jaxsub.timeline import StageTimeline, stage_timeline
+from jaxsub.ways import Segment, Way, walk
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A half-open run of nodes: one `jax.checkpoint` region.
-
-    Attributes:
-        start: Its first node.
-        stop: The node after its last.
-        saved: Values made inside that are saved for its backward pass; only where it stands in no other segment.
-        children: Segments inside it.
-    """
-
-    start: int
-    stop: int
-    saved: tuple[int, ...] = ()
-    children: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +91,7 @@ class Plan:
         holdings: What it keeps, largest first, in words.
         equations: Four hexadecimal digits for each equation of the program it was made for, to name the first that
             differs where it is refused; empty where nobody noted them.
-        loops: How loops run that do not run plainly, in order of their nodes.
+        loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
@@ -124,7 +109,7 @@ class Plan:
     is_optimal: bool = False
     lower_bound: float | None = None
     holdings: tuple[Holding, ...] = ()
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Way, ...] = ()
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     equations: str = field(default="", repr=False)
@@ -292,13 +277,6 @@ def plan_from_runs(
     )
 
 
-def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Every segment and everything nested in it, outermost first."""
-    for segment in segments:
-        yield segment
-        yield from walk(segment.children)
-
-
 def _segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:
     at = start
     for segment in segments:
@@ -330,7 +308,7 @@ def _segments(chain: Chain, run: Run) -> Iterator[Segment]:
         yield Segment(start, stop, tuple(chain.stages[run.start].first_value + offset for offset in run.option.saved))
 
 
-def _loops(chain: Chain, run: Run) -> Iterator[Loop]:
+def _loops(chain: Chain, run: Run) -> Iterator[Way]:
     for child in run.children:
         yield from _loops(chain, child)
     if run.option is not None:
@@ -350,6 +328,9 @@ def _barriers(runs: Sequence[Run]) -> Iterator[int]:
 
 def _read(kind: Any, data: Any) -> Any:
     """Make a value of a type from what `asdict` and JSON made of it."""
+    if isinstance(kind, UnionType) and isinstance(data, dict):
+        fitting = [k for k in get_args(kind) if is_dataclass(k) and {f.name for f in fields(k)} == set(data)]
+        kind = fitting[0] if fitting else kind
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: _read(hints[name], entry) for name, entry in data.items()})  # type: ignore[operator]

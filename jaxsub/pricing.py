@@ -17,15 +17,16 @@ from itertools import pairwise
 from typing import Any
 
 from jaxsub import analytic, compat, probes
-from jaxsub.chain import Chain, Item, Loop, Option, Stage
+from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
-from jaxsub.loops import LoopChoice, find_loops, loop_choices, with_loops
+from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.options import Choice, TracedRun, choices, trace_run
-from jaxsub.plan import Plan, walk
+from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.stages import find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
+from jaxsub.ways import Conditional, Loop, Way, walk
 
 LOOP_RIVALS = 2
 """Ways to run a loop that are compiled together with one that a plan uses."""
@@ -37,8 +38,9 @@ HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
 Kind = str
-Saved = tuple[int, ...] | Loop
+Saved = tuple[int, ...] | Way
 """What of a run is priced: with what it saves, or how the loop runs that it is."""
+WayChoice = LoopChoice | BranchChoice
 Job = tuple[str, int, int, Saved]
 
 
@@ -65,11 +67,11 @@ class Pricer:
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
-    _ways: dict[Kind, tuple[LoopChoice, ...]] = field(init=False, default_factory=dict)
+    _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._loops = frozenset(find_loops(self.program))
+        self._loops = frozenset(find_nested(self.program))
 
     def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = REGION_SIZES) -> Chain:
         """Price stages and regions.
@@ -107,7 +109,7 @@ class Pricer:
         jobs += [job for loop in plan.loops for job in self._loop_jobs(loop)]
         return self._price(jobs) > 0
 
-    def _loop_jobs(self, loop: Loop) -> Iterator[Job]:
+    def _loop_jobs(self, loop: Way) -> Iterator[Job]:
         """The way a loop runs, and while that is not priced its rivals: those that run less again and need little."""
         used, run = replace(loop, node=0), (loop.node, loop.node + 1)
         yield "loop", *run, used
@@ -223,19 +225,29 @@ class Pricer:
         return stage.stop == stage.start + 1 and stage.start in self._loops
 
     def _loop_options(self, stage: Stage) -> Iterator[Option]:
-        """The ways to run the loop that a stage is: as it stands, and inside a region that keeps nothing of it."""
+        """The ways to run the loop or conditional that a stage is, as it stands or in a region that keeps nothing."""
         kind, least_bytes = self._kind(stage.start, stage.stop), float("inf")
         if kind not in self._ways:
-            self._ways[kind] = loop_choices(self.program, stage.start, self._step_bytes if self.is_compiled else None)
+            self._ways[kind] = self._found_ways(stage.start)
         for way in self._ways[kind]:
             loop = replace(way.loop, node=0)
             transient = self._loop_bytes(stage, way)
-            yield Option(
-                (), min(way.kept_bytes, transient), transient, way.again_flops, 0.0, (loop,), way.again_flops, False
-            )
+            if isinstance(way, LoopChoice) or not way.is_region:
+                kept = min(way.kept_bytes, transient)
+                yield Option((), kept, transient, way.again_flops, 0.0, (loop,), way.again_flops, False)
             if transient < least_bytes and stage.stop < len(self.program.eqns):
                 least_bytes = transient
                 yield Option((), 0, transient, stage.tail_flops + way.again_flops, 0.0, (loop,), way.again_flops)
+
+    def _found_ways(self, node: int) -> tuple[WayChoice, ...]:
+        if self.program.eqns[node].primitive.name == "cond":
+            return branch_choices(self.program, node, self._body_chain)
+        return loop_choices(self.program, node, self._step_bytes if self.is_compiled else None, self._body_chain)
+
+    def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
+        """A loop's body or a branch, priced."""
+        pricer = Pricer(body, self.target, self.is_compiled, self.store, self.progress, self.workers)
+        return pricer.chain(cuts)
 
     def _step_bytes(self, body: Program) -> int:
         """What the backward pass of one step of a loop allocates."""
@@ -250,7 +262,7 @@ class Pricer:
                 self.store.put(self._text(key), self._prices[key])
         return self._prices[key]
 
-    def _loop_bytes(self, stage: Stage, way: LoopChoice) -> int:
+    def _loop_bytes(self, stage: Stage, way: WayChoice) -> int:
         """What the compiler said of a way to run a loop, or what it said of its likes to go by."""
         key = self._key("loop", stage.start, stage.stop, replace(way.loop, node=0))
         if key in self._prices:
@@ -330,7 +342,7 @@ class Pricer:
         return max(0, measure_compiled(probe.call, probe.args, self.target).temp_bytes - probe.ballast_bytes)
 
     def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
-        if isinstance(saved, Loop):
+        if isinstance(saved, Loop | Conditional):
             return probes.loop_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
         if what == "forward":
             return probes.forward_probe(self.program, start, stop)
@@ -343,9 +355,11 @@ class Pricer:
         return probes.backward_probe(self.program, start, stop, saved)
 
 
-def _is_like(a: LoopChoice, b: LoopChoice) -> bool:
+def _is_like(a: WayChoice, b: WayChoice) -> bool:
     """Whether two ways to run a loop differ only in numbers of steps."""
+    if not isinstance(a.loop, Loop) or not isinstance(b.loop, Loop):
+        return False
     shapes = [
-        (len(w.loop.blocks), bool(w.loop.kept_steps), replace(w.loop, node=0, blocks=(), kept_steps=0)) for w in (a, b)
+        (len(w.blocks), bool(w.kept_steps), replace(w, node=0, blocks=(), kept_steps=0)) for w in (a.loop, b.loop)
     ]
     return shapes[0] == shapes[1]

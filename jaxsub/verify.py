@@ -23,7 +23,7 @@ from jaxsub.budget import Budget, format_bytes
 from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit
 from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.loops import find_loops
+from jaxsub.loops import find_nested
 from jaxsub.plan import Holding, Measurement, Plan
 from jaxsub.planners import Planner
 from jaxsub.pricing import Pricer
@@ -349,7 +349,7 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
     shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
     windows = (0, 2) if 2 * shared > sum(v.n_bytes for v in weights) else (2, 0)
-    required = {node + after for node in find_loops(program) for after in (0, 1)}
+    required = {node + after for node in find_nested(program) for after in (0, 1)}
     return list(dict.fromkeys(find_cuts(graph, window=w, required=required) for w in windows))
 
 

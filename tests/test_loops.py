@@ -13,11 +13,11 @@ from jax import lax, random
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.chain import Loop
 from jaxsub.flops import jaxpr_flops
 from jaxsub.loops import find_loops, loop_choices
 from jaxsub.plan import Plan
 from jaxsub.program import trace
+from jaxsub.ways import Inside, Loop, Segment
 
 WS = random.normal(random.key(0), (13, 8, 8)) / 3
 X = random.normal(random.key(1), (16, 8))
@@ -154,10 +154,10 @@ WAYS = (
 )
 
 
-def looped(f, way, *args, inner=()):
+def looped(f, way, *args):
     """The function with all its loops run in one way."""
     program = trace(f, args, {}, argnums=(0, 1))
-    found = tuple(dataclasses.replace(way, node=node, inner=inner) for node in find_loops(program))
+    found = tuple(dataclasses.replace(way, node=node) for node in find_loops(program))
     assert found
     plan = Plan(program.fingerprint, Budget(), len(program.eqns), loops=found)
     return jaxsub.sublinear(f, plan=plan, argnums=(0, 1))
@@ -261,7 +261,7 @@ def test_what_is_not_worth_planning_is_left_alone():
 
 def test_a_plan_with_loops_is_stored_and_loaded():
     """JSON brings back the same loops, those inside loops too."""
-    loops = (Loop(3, (8, 2), True, (1, 4), 5, (0,), (Loop(1, (), True),)),)
+    loops = (Loop(3, (8, 2), True, (1, 4), 5, (0,), Inside((Segment(0, 2, (1,)),), (2,), (Loop(1, (), True),))),)
     plan = Plan("f", Budget(), 9, loops=loops)
     assert Plan.from_json(plan.to_json()) == plan
     assert "blocks of 8 of 2" in str(plan)

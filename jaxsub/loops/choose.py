@@ -3,7 +3,7 @@
 A scan over L steps is L equal stages. Ways to run it are made of four things: what a step saves, from everything to
 named values of its body (the min-cut of `jaxsub.options`, on the body) to nothing but its carry; the sizes of nested
 blocks of steps, each executed again from its first carry; how many of the last steps stay outside and keep what they
-make; and how the loops inside the body run. All are estimated by counting, here:
+make; and a plan inside the body, of its stages and of the loops in it. All are estimated by counting, here:
 
     kept        carries at the starts of the outermost blocks, and what the steps outside them keep
     transient   the kept, then for each level the carries it starts from and the gradients of slices of xs it copies,
@@ -25,11 +25,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsub import analytic, compat
-from jaxsub.chain import Loop
 from jaxsub.flops import Flops, flops_of
+from jaxsub.loops.find import find_loops
+from jaxsub.loops.inside import BodyChain, body_plans
 from jaxsub.loops.rewrite import body_program, with_loops
 from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
+from jaxsub.ways import Inside, Loop
 
 RATIOS = (math.sqrt(2), 2.0, 4.0)
 """Between neighbouring sizes of blocks that are tried, for one, two and three levels of blocks."""
@@ -42,10 +44,6 @@ INNER_RANKS = 4
 
 NEAR_FLOPS = 0.01
 """Choices are compared among those whose FLOPs executed again differ by less than this share of the most."""
-
-LEAST_SHARE = 0.01
-"""Loops that make less than this share of all bytes a program makes run as they are."""
-
 
 StepBytes = Callable[[Program], int]
 
@@ -92,39 +90,22 @@ class _Body:
     plain: _Step
 
 
-def find_loops(program: Program) -> tuple[int, ...]:
-    """The scans worth planning: differentiated, without effects, of several steps, and not small.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxsub.program import trace
-        >>> f = lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x)
-        >>> find_loops(trace(f, (1.0,), {}))
-        (0,)
-    """
-    graph = program.graph
-    made = {n.index: _made_bytes(program.eqns[n.index]) for n in graph.nodes}
-    least = LEAST_SHARE * sum(made.values())
-    return tuple(
-        n.index for n in graph.nodes
-        if n.primitive == "scan" and program.eqns[n.index].params["length"] > 1 and not program.eqns[n.index].effects
-        and n.can_recompute and made[n.index] > least and any(graph.values[v].is_differentiated for v in n.outputs)
-    )  # fmt: skip
-
-
-def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = None) -> tuple[LoopChoice, ...]:
+def loop_choices(
+    program: Program, node: int, step_bytes: StepBytes | None = None, body_chain: BodyChain | None = None
+) -> tuple[LoopChoice, ...]:
     """The ways to run a scan of which none is better than another in bytes kept, transient bytes and FLOPs.
 
     Args:
         program: The program.
         node: The scan.
         step_bytes: What the backward pass of one step allocates, its body given; where `None`, that is counted.
+        body_chain: Prices the body cut into stages; where `None`, nothing is planned inside it but its loops.
 
     Returns:
         The choices, the one that executes least again first, the plain loop not among them. Their loops' node is
         `node`.
     """
-    body = _body(program, node, step_bytes)
+    body = _body(program, node, step_bytes, body_chain)
     sizes = _block_sizes(body.length)
     whole = _pareto([(_choice(body, step, blocks, 0, body.plain), step) for step in body.steps for blocks in sizes])
     found = [*whole]
@@ -134,15 +115,7 @@ def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = Non
     return tuple(c for c in _thinned([c for c, _ in _pareto(found)]) if c.loop != Loop(node))
 
 
-def _made_bytes(eqn: Any) -> int:
-    """Bytes an equation makes, those of a loop's body in every step."""
-    own: int = sum(aval_bytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
-    if eqn.primitive.name != "scan":
-        return own
-    return own + int(eqn.params["length"]) * sum(_made_bytes(inner) for inner in eqn.params["jaxpr"].eqns)
-
-
-def _body(program: Program, node: int, step_bytes: StepBytes | None) -> _Body:
+def _body(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None) -> _Body:
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
@@ -157,6 +130,8 @@ def _body(program: Program, node: int, step_bytes: StepBytes | None) -> _Body:
         plain = plain if inner else _flops(traced)
         scale = step_bytes(way) / max(analytic.backward_bytes(traced, ()), 1) if step_bytes else 1.0
         steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, scale)
+    if body_chain is not None:
+        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
     return _Body(
         node=node,
         length=eqn.params["length"],
@@ -198,12 +173,25 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_c
     given = {v for read, v in reads if not n_consts <= read < n_consts + n_carry}
     residuals = {r for r in traced.residuals if compat.is_var(r) and r not in given}
     kept = sum(aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype"))
-    yield _Step({"inner": inner}, kept, kept + int(scale * analytic.backward_bytes(traced, ())), again_inside)
+    inside = Inside(ways=inner)
+    yield _Step({"inside": inside}, kept, kept + int(scale * analytic.backward_bytes(traced, ())), again_inside)
     # a value that is carried on is stacked once more when it is saved by name: nothing is free here
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         again = choice.recompute_flops + again_inside
-        yield _Step({"inner": inner, "is_recomputed": True, "saved": choice.saved}, carry_bytes + choice.saved_bytes,
+        yield _Step({"inside": inside, "is_recomputed": True, "saved": choice.saved}, carry_bytes + choice.saved_bytes,
                     int(scale * analytic.backward_bytes(traced, choice.saved)), again)  # fmt: skip
+
+
+def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step]) -> Iterator[_Step]:
+    """Steps with a plan inside: what a step keeps of its stages, or a region with regions in it."""
+    again = next(s.again_flops for s in plain if s.fields == {"inside": Inside(), "is_recomputed": True, "saved": ()})
+    for found in body_plans(body, body_chain):
+        if found.is_region:
+            fields = {"inside": found.inside, "is_recomputed": True, "saved": ()}
+            yield _Step(fields, carry_bytes, found.transient_bytes, again + found.again_flops)
+        else:
+            yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, found.transient_bytes,
+                        found.again_flops)  # fmt: skip
 
 
 def _flops(traced: TracedRun) -> float:
@@ -230,7 +218,7 @@ def _near(size: float, length: int) -> int:
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
     """All steps in blocks but the last ones."""
     for tail in body.steps:
-        if not tail.fields["inner"] and (tail is body.plain or tail.fields["saved"]):
+        if tail.fields["inside"] == Inside() and (tail is body.plain or tail.fields["saved"]):
             for kept_steps in sorted({round(share * body.length) for share in KEPT_SHARES} - {0, body.length}):
                 yield _choice(body, step, blocks, kept_steps, tail)
 

@@ -1,9 +1,10 @@
-"""From a program and `Loop`s to the same program with its scans rewritten.
+"""From a program and ways to run what stands inside its equations to the same program with these rewritten.
 
 A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint` with an inner scan inside, as deep as
 the `Loop` says; steps that no block size divides follow as one shorter block. A step may be a region too, that
-saves named values of its body. All of it goes through `jax.lax.scan` with the body evaluated from its jaxpr. The new
-scan stands in the place of the old one as one `jit` equation, so nodes keep their numbers.
+saves named values of its body, and there may be regions and barriers inside the body. All of it goes through
+`jax.lax.scan` with the body evaluated from its jaxpr, a conditional likewise through `jax.lax.switch`. What is new
+stands in the place of the old as one `jit` equation, so nodes keep their numbers.
 
 Steps that are executed last may keep everything: their backward pass comes first, and they stand outside all blocks.
 
@@ -25,17 +26,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
-from jaxsub.chain import Loop
 from jaxsub.options import run_function
 from jaxsub.program import Program, flatten_jaxpr, program_of
+from jaxsub.regions import with_regions
+from jaxsub.ways import Conditional, Inside, Loop, Way
 
 Values = tuple[Any, ...]
 Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 """(constants, carry, slice of xs) -> (carry, slice of ys)."""
 
 
-def with_loops(program: Program, loops: Sequence[Loop]) -> Program:
-    """A program in which some scans run as `Loop`s say; everything else, its graph too, stays as it is.
+def with_loops(program: Program, loops: Sequence[Way]) -> Program:
+    """A program in which some scans and conditionals run as said; everything else, its graph too, stays as it is.
 
     Example:
         >>> from jaxsub.program import trace
@@ -48,7 +50,8 @@ def with_loops(program: Program, loops: Sequence[Loop]) -> Program:
         return program
     eqns, signatures = list(program.eqns), list(program.signatures)
     for loop in loops:
-        eqns[loop.node] = _rewritten(program, loop)
+        run = _Scan.of(program, loop) if isinstance(loop, Loop) else _switch(program, loop)
+        eqns[loop.node] = _rewritten(program.eqns[loop.node], run)
         signatures[loop.node] = _signature(signatures[loop.node], loop)
     return replace(program, eqns=tuple(eqns), signatures=tuple(signatures))
 
@@ -69,23 +72,50 @@ def body_program(program: Program, node: int) -> Program:
     return program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
 
 
-def _signature(signature: bytes, loop: Loop) -> bytes:
+def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
+    """The branches of a conditional as programs of its operands, the index left out."""
+    eqn, graph = program.eqns[node], program.graph
+    index = iter(graph.nodes[node].inputs)
+    active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
+    return tuple(_branch_program(branch, active) for branch in eqn.params["branches"])
+
+
+def _branch_program(branch: Any, active: Sequence[bool]) -> Program:
+    eqns, invars, outvars, consts = flatten_jaxpr(branch)
+    positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
+    return program_of(eqns, invars, outvars, consts, positions, None, None, ["const"] * len(invars), branch)
+
+
+def _signature(signature: bytes, loop: Way) -> bytes:
     return hashlib.blake2b(signature + repr(replace(loop, node=0)).encode(), digest_size=12).digest()
 
 
-def _rewritten(program: Program, loop: Loop) -> Any:
-    eqn = program.eqns[loop.node]
-    scan = _Scan.of(program, loop)
-
+def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     def run(*args: Any) -> list[Any]:
         # an output that is an input would be left out of the equation's outputs
-        return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in scan(args)]
+        return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in function(args)]
 
-    run.__name__ = "scan"
+    run.__name__ = eqn.primitive.name
     (call,) = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns
     if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
-        raise AssertionError(f"the rewritten loop returns {call.outvars}, the loop itself {eqn.outvars}")
+        raise AssertionError(f"rewritten, `{eqn.primitive.name}` returns {call.outvars}, as it was {eqn.outvars}")
     return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+
+
+def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    branches = [
+        _planned(branch, inside)
+        for branch, inside in zip(branch_programs(program, way.node), way.branches, strict=True)
+    ]
+    return lambda args: jax.lax.switch(args[0], branches, *args[1:])
+
+
+def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
+    """A body or branch as a function of its inputs, run as said."""
+    function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="")
+    dtypes = [a.aval.dtype for a in body.outvars]
+    return lambda *args: [jnp.asarray(o, d) if not hasattr(o, "dtype") else o
+                          for o, d in zip(function(*body.consts, *args), dtypes, strict=True)]  # fmt: skip
 
 
 @jax.custom_jvp
@@ -115,10 +145,10 @@ class _Scan:
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
         eqn = program.eqns[loop.node]
-        body = with_loops(body_program(program, loop.node), loop.inner)
+        body = body_program(program, loop.node)
         n_consts, n_carry = compat.scan_sizes(eqn)
         is_split = bool(loop.blocks or loop.kept_steps)
-        plain, named = _step(body, n_carry, loop.saved), _step(body, n_carry, loop.kept_saved)
+        plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts) if is_split else plain
         kept = _region(_indexed(named, n_consts), loop.kept_saved) if loop.kept_saved else named
         return cls(eqn, loop, _region(step, loop.saved) if loop.is_recomputed else step, kept)
@@ -184,23 +214,32 @@ class _Scan:
         return tuple(jnp.concatenate(pair) for pair in pairs)
 
 
-def _step(body: Program, n_carry: int, saved: Sequence[int]) -> Step:
-    """The body as a function, some of its values named."""
+def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int]) -> Step:
+    """The body as a function, run as said, or with some of its values named."""
+    function = _named(body, saved) if saved else _planned(body, inside)
+
+    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        outs = tuple(function(*consts, *carry, *x))
+        return outs[:n_carry], outs[n_carry:]
+
+    return step
+
+
+def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
     base, graph, last = len(body.invars), body.graph, body.graph.last_uses()
-    function = run_function(body, 0, len(body.eqns), tag=_name if saved else None, saved=saved)
+    function = run_function(body, 0, len(body.eqns), tag=_name, saved=saved)
     index = {v: i for i, v in enumerate([*body.invars, *(v for eqn in body.eqns for v in eqn.outvars)])}
     outputs = [index[a] if compat.is_var(a) else a for a in body.outvars]
     made = [v for v in range(base, len(graph.values)) if last[v] >= len(body.eqns)]
     results = sorted(made, key=lambda v: not graph.values[v].is_differentiated)
 
-    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        env = dict(enumerate((*body.consts, *consts, *carry, *x)))
+    def named(*args: Any) -> list[Any]:
+        env = dict(enumerate((*body.consts, *args)))
         active, rest = function.call(*[env[v] for v in function.reads])
         env.update(zip(results, (*active, *rest), strict=True))
-        outs = tuple(env[o] if isinstance(o, int) else jnp.asarray(o.val, o.aval.dtype) for o in outputs)
-        return outs[:n_carry], outs[n_carry:]
+        return [env[o] if isinstance(o, int) else jnp.asarray(o.val, o.aval.dtype) for o in outputs]
 
-    return step
+    return named
 
 
 def _indexed(step: Step, n_consts: int) -> Step:

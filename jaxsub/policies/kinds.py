@@ -18,13 +18,14 @@ from jaxsub.budget import Budget, format_bytes
 from jaxsub.errors import PolicyError, UnsupportedError
 from jaxsub.flops import COSTLY, bodies_of
 from jaxsub.options import Choice, choices, trace_run
-from jaxsub.plan import Plan, Segment
+from jaxsub.plan import Plan
 from jaxsub.planners import Planner
 from jaxsub.planners import get as get_planner
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
 from jaxsub.stages import find_cuts
 from jaxsub.targets import get_target
+from jaxsub.ways import Segment
 
 
 class Policy:

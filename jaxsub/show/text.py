@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxsub.budget import format_bytes
-from jaxsub.chain import Loop
 from jaxsub.plan import Plan
 from jaxsub.show.curves import curves
+from jaxsub.ways import Conditional, Inside, Way, walk
 
 if TYPE_CHECKING:
     from jaxsub.explain import Explanation, Group
@@ -35,19 +35,38 @@ def describe(plan: Plan) -> str:
     again = sum(1 for m in counts if m)
     lines.append(f"recompute  {again} of {plan.n_nodes} equations, at most {times(max(counts, default=0))};"
                  f" {plan.n_regions} regions, {len(plan.barriers)} barriers")  # fmt: skip
-    lines += [f"loop       equation {loop.node}: {_loop_words(loop)}" for loop in plan.loops]
+    lines += [line for way in plan.loops for line in _way_lines(way)]
     lines += [f"keep       {h.count:>4} x {format_bytes(h.n_bytes):>9}  {h.label}" for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
     return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
 
 
-def _loop_words(loop: Loop) -> str:
-    """How a loop runs."""
-    words = [f"blocks of {' of '.join(map(str, loop.blocks))}" if loop.blocks else "no blocks"]
-    words += [f"each step again, {len(loop.saved)} values saved"] if loop.is_recomputed else []
-    words += [f"{loop.kept_steps} steps kept"] if loop.kept_steps else []
-    return ", ".join(words) + "".join(f"; inside: {_loop_words(inner)}" for inner in loop.inner)
+def _way_lines(way: Way, indent: str = "") -> Iterator[str]:
+    """How a loop or the branches of a conditional run, one line each, what is inside indented."""
+    if isinstance(way, Conditional):
+        yield f"{indent}branches   equation {way.node}:"
+        for number, inside in enumerate(way.branches):
+            yield f"{indent}  branch {number}: {_inside_words(inside)}"
+            yield from (line for inner in inside.ways for line in _way_lines(inner, indent + "    "))
+        return
+    words = [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
+    if way.is_recomputed:
+        words.append("each step executed again" + (f", {len(way.saved)} values saved" if way.saved else ""))
+    words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
+    words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
+    yield f"{indent}loop       equation {way.node}: {'; '.join(words) or 'as it is'}"
+    yield from (line for inner in way.inside.ways for line in _way_lines(inner, indent + "    "))
+
+
+def _inside_words(inside: Inside) -> str:
+    """What happens to a loop's body or a branch."""
+    regions = list(walk(inside.segments))
+    saved = sum(len(segment.saved) for segment in regions)
+    if not regions and not inside.barriers:
+        return "as it is"
+    words = f"{len(regions)} regions, {saved} values saved" if saved else f"{len(regions)} regions"
+    return f"{words}, {len(inside.barriers)} barriers"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,92 @@
+"""How things run: segments of a program, and equations that hold programs of their own.
+
+A `Segment` is a run of nodes that becomes one `jax.checkpoint` region. A `Loop` says how a `lax.scan` runs, a
+`Conditional` how the branches of a `lax.cond` or `lax.switch` do. What happens to the program inside, a loop's body or
+a branch, is an `Inside`: its segments, its gradient barriers, and how its own loops and conditionals run. Plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A half-open run of nodes: one `jax.checkpoint` region.
+
+    Attributes:
+        start: Its first node.
+        stop: The node after its last.
+        saved: Values made inside that are saved for its backward pass; only where it stands in no other segment.
+        children: Segments inside it.
+    """
+
+    start: int
+    stop: int
+    saved: tuple[int, ...] = ()
+    children: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """How a program inside an equation runs; all indices are its own.
+
+    Attributes:
+        segments: Its outermost segments, in order, disjoint.
+        barriers: Nodes in front of which a gradient barrier stands, in order.
+        ways: How its loops and conditionals run that do not run plainly.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    barriers: tuple[int, ...] = ()
+    ways: tuple[Way, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How a loop of known length runs: all its steps kept, each executed again, or blocks of steps executed again.
+
+    Attributes:
+        node: Its node, counted from the first node of the stage in an `Option`, and of the program in a `Plan`.
+        blocks: Steps in each block, outermost blocks first, each size smaller than the one before; every block is a
+            region that saves what it starts from.
+        is_recomputed: Whether each step is a region too.
+        saved: What such a step saves, as offsets from the first value its body makes.
+        kept_steps: How many of the steps executed last stand outside all blocks and keep what their backward pass
+            reads.
+        kept_saved: What each of those saves, in a region of its own; where empty, they keep whatever the compiler
+            likes.
+        inside: How its body runs.
+    """
+
+    node: int
+    blocks: tuple[int, ...] = ()
+    is_recomputed: bool = False
+    saved: tuple[int, ...] = ()
+    kept_steps: int = 0
+    kept_saved: tuple[int, ...] = ()
+    inside: Inside = Inside()
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """How the branches of a conditional run.
+
+    Attributes:
+        node: Its node, counted as a `Loop`'s.
+        branches: How each branch runs, in the order of the equation's branches.
+    """
+
+    node: int
+    branches: tuple[Inside, ...]
+
+
+Way = Loop | Conditional
+
+
+def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Every segment and everything nested in it, outermost first."""
+    for segment in segments:
+        yield segment
+        yield from walk(segment.children)
