@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -64,6 +65,16 @@ def under_custom_jvp(f, w, x):
     return jax.grad(own)(w, x)
 
 
+def exported(f, w, x):
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (w, x))
+    blob = jax.export.export(jax.jit(f))(*shapes).serialize(vjp_order=1)
+    return jax.grad(jax.export.deserialize(blob).call)(w, x)
+
+
+def in_while(f, w, x):
+    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(w, x)), (0, 0.0))[1]
+
+
 def without_jit(f, w, x):
     with jax.disable_jit():
         return jax.grad(f)(w, x)
@@ -89,16 +100,24 @@ TRANSFORMS = {
     "vmap with names": lambda f, w, x: jax.vmap(f, in_axes=(None, 1), axis_name="batch")(w, XS),
     "vmap of grad": lambda f, w, x: jax.vmap(jax.grad(f), in_axes=(None, 1))(w, XS),
     "grad of vmap": lambda f, w, x: jax.grad(lambda w: jnp.sum(jax.vmap(f, in_axes=(None, 1))(w, XS)))(w),
+    "vmap with spmd_axis_name": lambda f, w, x: jax.vmap(jax.grad(f), (None, 1), 1, spmd_axis_name="d")(w, XS),
+    "vmap over a keyword": lambda f, w, x: jax.vmap(lambda x: f(w, x=x), in_axes=1)(XS),
     "vmap of vmap": lambda f, w, x: jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, None))(jnp.stack([w, -w]), XS),
     "checkpoint": lambda f, w, x: jax.grad(jax.checkpoint(f))(w, x),
     "checkpoint with a policy": lambda f, w, x: jax.grad(jax.checkpoint(f, policy=saveable))(w, x),
     "checkpoint of grad": lambda f, w, x: jax.checkpoint(jax.grad(f))(w, x),
     "scan": in_scan,
     "jit of scan": lambda f, w, x: jax.jit(functools.partial(in_scan, f))(w, x),
+    "while": in_while,
     "cond": in_cond,
+    "switch": lambda f, w, x: jax.grad(lambda w: lax.switch(1, [lambda w: w.sum(), lambda w: f(w, x)], w))(w),
+    "map": lambda f, w, x: jax.grad(lambda w: lax.map(lambda x: f(w, x), jnp.stack([x, 2 * x])).sum())(w),
+    "donation": lambda f, w, x: jax.jit(jax.grad(f), donate_argnums=0)(jnp.copy(w), x),
+    "lower and compile": lambda f, w, x: jax.jit(jax.grad(f)).lower(w, x).compile()(w, x),
     "custom_vjp": under_custom_vjp,
     "custom_jvp": under_custom_jvp,
     "disable_jit": without_jit,
+    "export with its own gradient": exported,
     "export": lambda f, w, x: jax.export.export(jax.jit(jax.grad(f)))(w, x).call(w, x),
 }
 
@@ -174,6 +193,23 @@ def narrow(dtype):
     return f
 
 
+def eight_bits(w):
+    x = w
+    for _ in range(4):
+        low = lambda a: a.astype(jnp.float8_e4m3fn)  # noqa: E731
+        x = jnp.tanh(jnp.dot(low(x), low(w), preferred_element_type=jnp.float32))
+    return jnp.sum(x)
+
+
+def small_integers(w):
+    x, n = w, jnp.arange(4, dtype=jnp.uint8)
+    for _ in range(4):
+        n = (n ^ 3) << 1
+        mask = lax.population_count(n) > 0
+        x = jnp.tanh(x @ w) * n.astype(jnp.int8).astype(w.dtype) * mask
+    return jnp.sum(x) + jnp.sum(n)
+
+
 def integer_path(w):
     x, n = w, jnp.arange(4)
     for _ in range(4):
@@ -196,7 +232,9 @@ FUNCTIONS = {
     "complex numbers": spectrum,
     "bfloat16": narrow(jnp.bfloat16),
     "float16": narrow(jnp.float16),
+    "float8": eight_bits,
     "integers and bools": integer_path,
+    "small integers": small_integers,
     "references": own_reference,
     "vmap inside": lambda w: jnp.sum(jax.vmap(lambda r: jnp.tanh(jnp.tanh(r @ w) @ w))(w)),
     "grad inside": lambda w: jnp.sum(jax.grad(lambda w: loss(w, X))(w) ** 2),
@@ -208,7 +246,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions(fun):
     """Value, gradient, and gradients of a batch are those of the plain function, whatever it is made of."""
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fun in (FUNCTIONS["bfloat16"], FUNCTIONS["float16"]) else {}
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fun in [FUNCTIONS[n] for n in ("bfloat16", "float16", "float8")] else {}
     same(jax.jit(jax.value_and_grad(predicted(fun)))(W), jax.jit(jax.value_and_grad(fun))(W), **tolerance)
     if fun is not own_reference:  # JAX maps no references that it made itself outside jit
         batch = jnp.stack([W, -W])
@@ -313,6 +351,59 @@ def test_dropout(key):
     same(jax.jit(jax.value_and_grad(predicted(f)))(W, key), jax.jit(jax.value_and_grad(f))(W, key))
 
 
+def test_spmd_axis_name():
+    """A map along a mesh's axis puts that axis into the function's own sharding constraints."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    at = jax.sharding.NamedSharding(mesh, P(None, "model"))
+
+    def f(w, x):
+        for _ in range(4):
+            x = lax.with_sharding_constraint(jnp.tanh(x @ w), at)
+        return jnp.sum(x)
+
+    def traced(**kwargs):
+        return str(jax.jit(jax.vmap(jax.grad(predicted(f)), (None, 1), **kwargs)).trace(W, XS).jaxpr)
+
+    assert predicted(f).plan(W, X).n_regions > 0
+    assert re.search(r"spec=P\([^)]*'data'", traced(spmd_axis_name="data"))
+    assert not re.search(r"spec=P\([^)]*'data'", traced())
+    same(
+        jax.vmap(jax.grad(predicted(f)), (None, 1), spmd_axis_name="data")(W, XS),
+        jax.vmap(jax.grad(f), (None, 1))(W, XS),
+    )
+
+
+def test_names_and_lines_are_kept():
+    """Profiles and dumps show the user's named scopes and lines, forward and backward, in regions too."""
+
+    def f(w, x):
+        for i in range(6):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    assert predicted(f).plan(W, X).n_regions > 0
+    text = jax.jit(jax.grad(predicted(f))).lower(W, x=X).as_text(debug_info=True)
+    assert [i for i in range(6) if not re.search(rf"\blayer_{i}\b", text)] == []
+    assert "rematted_computation/layer_" in text
+    assert "test_transforms.py" in text
+
+
+def test_an_error_points_to_the_users_line():
+    """What is wrong in the function is JAX's error, raised in the user's file; in a derivative rule too."""
+
+    def wrong(w):
+        return jnp.sum(w @ jnp.ones(5))
+
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (x @ jnp.ones(7),))
+    for f, transform in ((wrong, lambda f: f), (lambda w: jnp.sum(rule(w)), jax.grad)):
+        with pytest.raises(TypeError, match=r"dot_general|matmul") as refused:
+            transform(predicted(f))(W)
+        last = [entry for entry in refused.traceback if Path(str(entry.path)) == Path(__file__)][-1]
+        assert "@ jnp.ones" in str(last.statement)
+
+
 # Settings
 
 
@@ -399,6 +490,22 @@ def test_io_is_never_doubled(name):
     calls = counted(lambda note: gradients.append(jax.jit(jax.grad(predicted(EFFECTS[name](note))))(W)))
     assert sorted(calls) == [0, 1, 2, 3, 4]
     same(gradients[0], jax.grad(EFFECTS[name](lambda i: None))(W))
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
+def test_prints(capfd, ordered):
+    """A print shows each line once in the forward pass, in order where that is asked for."""
+
+    def f(w):
+        for i in range(5):
+            w = jnp.tanh(w @ W)
+            jax.debug.print("{} {x:.3f}", i, x=w[0, 0], ordered=ordered)
+        return jnp.sum(w)
+
+    jax.block_until_ready(jax.jit(predicted(f))(W))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in (lines if ordered else sorted(lines))] == list("01234")
 
 
 def test_pure_callbacks_keep_apart():
