@@ -135,10 +135,8 @@ def table(measured: Measured) -> None:
     for (account, strategy), by_depth in series(measured).items():
         for depth, figures in by_depth.items():
             if "plain_bytes" in figures:
-                less = figures["plain_bytes"] / figures["bytes"]
-                print(
-                    f"{account} {depth} layers, {strategy}: {less:.1f} x less memory, FLOPs x {figures['flops_ratio']:.3f}"
-                )
+                less, flops = figures["plain_bytes"] / figures["bytes"], figures["flops_ratio"]
+                print(f"{account} {depth} layers, {strategy}: {less:.1f} x less memory, FLOPs x {flops:.3f}")
 
 
 def draw(measured: Measured, path: Path) -> None:

@@ -1,0 +1,172 @@
+"""Memory against FLOPs: what people use instead, and `jaxsub` under budgets, on the same networks.
+
+For each network one picture: the compiled gradient's memory and FLOPs relative to the plain one's, every peer a point,
+`jaxsub` a line through its budgets; and a table of what `jaxsub` needs in FLOPs at each peer's memory, in bold where
+the peer needs less.
+
+    python examples/peers/frontiers.py                              # all networks; long, resumed where it was stopped
+    python examples/peers/frontiers.py --networks vgg-19 unet       # some of them
+    python examples/peers/frontiers.py --target h100                # bfloat16, compiled for a GPU that is not there
+    python examples/peers/frontiers.py --quick                      # tiny networks, under two minutes
+    python examples/peers/frontiers.py --draw                       # tables and pictures again, from the results alone
+
+Nothing is executed: shapes are traced and compiled. FLOPs are the CPU compiler's count, for the GPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+
+import jaxsub
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from networks import NETWORKS, QUICK, Network  # noqa: E402
+from peers import ByHand, by_hand, planners  # noqa: E402
+from records import Cell, Measured, fill, load  # noqa: E402
+
+BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
+QUICK_BUDGETS = (0.5, 0.3)
+TOLERANCE = 0.003
+"""A plan this little above a peer's FLOPs counts as level with it."""
+
+Point = tuple[float, float]
+
+
+def on(target: str) -> str | None:
+    """What `jaxsub` calls a target; the CPU is where it runs."""
+    return None if target == "cpu" else target
+
+
+def figures(fun: Callable, args: tuple[Any, ...], target: str) -> dict[str, Any]:
+    """Bytes for the target and FLOPs by the CPU's compiler."""
+    found = jaxsub.measure(fun, *args, target=on(target))
+    counted = found if found.flops is not None else jaxsub.measure(fun, *args)
+    return {"bytes": found.temp_bytes, "flops": counted.flops}
+
+
+def wrapped(network: Network, target: str, peer: ByHand | None) -> dict[str, Any]:
+    """A network as it is, or wrapped by hand."""
+    loss, args = network.shapes(**({} if peer is None else dict(wrap=peer.wrap, every=peer.every)))
+    return figures(loss, args, target)
+
+
+def planned(network: Network, target: str, **asked: Any) -> dict[str, Any]:
+    """A network under a planner of a peer; barriers are taken away."""
+    loss, args = network.shapes()
+    plan = jaxsub.plan(loss, *args, target=on(target), verify=False, progress=False, **asked)
+    return figures(jaxsub.sublinear(loss, plan=plan.replace(barriers=())), args, target)
+
+
+def budgeted(network: Network, target: str, budget: float) -> dict[str, Any]:
+    """A network under a budget; what the least is where that is refused."""
+    loss, args = network.shapes()
+    try:
+        plan = jaxsub.plan(loss, *args, budget=budget, target=on(target), progress=False)
+    except jaxsub.InfeasibleBudgetError as refusal:
+        return {"least_bytes": refusal.least_bytes}
+    return {**figures(jaxsub.sublinear(loss, plan=plan), args, target), "regions": plan.n_regions}
+
+
+def cells(network: Network, target: str, budgets: tuple[float, ...]) -> Iterator[Cell]:
+    """Every cell of a network's picture."""
+    name = f"{target}/{network.name}"
+    yield Cell(f"{name}/peer/plain", partial(wrapped, network, target, None))
+    for peer in by_hand(network.n_blocks, network.is_convolutional):
+        yield Cell(f"{name}/peer/{peer.label}", partial(wrapped, network, target, peer))
+    yield Cell(f"{name}/peer/Chen et al., greedy", partial(planned, network, target, planner="chen"))
+    for label, planner in planners(network.n_blocks):
+        yield Cell(f"{name}/peer/{label}", partial(planned, network, target, planner=planner))
+    for budget in budgets:
+        yield Cell(f"{name}/jaxsub/{budget}", partial(budgeted, network, target, budget))
+
+
+def relative(measured: Measured, name: str) -> tuple[dict[str, Point], list[Point]]:
+    """Peers by label, and the points of `jaxsub`, as shares of the plain gradient's memory and FLOPs."""
+    plain = measured[f"{name}/peer/plain"]
+    points = {
+        key.removeprefix(f"{name}/"): (found["bytes"] / plain["bytes"], found["flops"] / plain["flops"])
+        for key, found in measured.items()
+        if key.startswith(f"{name}/") and "bytes" in found
+    }
+    peers = {key.removeprefix("peer/"): point for key, point in points.items() if key.startswith("peer/")}
+    return peers, sorted(point for key, point in points.items() if key.startswith("jaxsub/"))
+
+
+def flops_at(ours: list[Point], memory: float) -> float | None:
+    """The fewest FLOPs of our points that need no more than this memory; `None` where none does."""
+    return min((flops for need, flops in ours if need <= memory * (1 + TOLERANCE)), default=None)
+
+
+def names(measured: Measured) -> list[str]:
+    """The networks of the results, with their targets, that have a plain cell."""
+    return [key.removesuffix("/peer/plain") for key in measured if key.endswith("/peer/plain")]
+
+
+def table(measured: Measured) -> None:
+    """Print each peer's point beside ours at its memory; bold where the peer is ahead."""
+    for name in names(measured):
+        peers, ours = relative(measured, name)
+        print(f"\n{name}\n| peer | memory | FLOPs | jaxsub, FLOPs at that memory |\n|---|---|---|---|")
+        for label, (memory, flops) in sorted(peers.items(), key=lambda peer: -peer[1][0]):
+            own = flops_at(ours, memory)
+            is_ahead = own is None or own > flops + TOLERANCE
+            cell = "none measured" if own is None else f"{own:.3f}"
+            print(f"| {label} | {memory:.3f} | {flops:.3f} | {f'**{cell}**' if is_ahead else cell} |")
+        print("| jaxsub | " + " · ".join(f"{memory:.3f} at {flops:.3f}" for memory, flops in ours) + " | | |")
+
+
+def draw(measured: Measured, folder: Path) -> list[Path]:
+    """One picture a network and target."""
+    paths = []
+    for name in names(measured):
+        peers, ours = relative(measured, name)
+        fig, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        ax.plot(*zip(*ours, strict=True), color="#0072b2", marker="o", label="jaxsub", zorder=3)
+        for label, (memory, flops) in peers.items():
+            ax.plot(memory, flops, "x", color="#8a8a8a")
+            ax.annotate(label, (memory, flops), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=name)
+        ax.legend()
+        paths.append(folder / f"{name.replace('/', '-')}.png")
+        fig.savefig(paths[-1], dpi=120)
+        plt.close(fig)
+    return paths
+
+
+def main() -> None:
+    """Measure what is missing, print the tables, draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="*", choices=[network.name for network in NETWORKS])
+    parser.add_argument("--target", default="cpu", help='"cpu" (float32) or a GPU (bfloat16), such as "h100"')
+    parser.add_argument("--quick", action="store_true", help="tiny networks, under two minutes on two cores")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: tables and pictures from the file alone")
+    parser.add_argument("--out", type=Path, help="where results are kept (default: beside this file)")
+    chosen = parser.parse_args()
+    folder = chosen.out or (Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else HERE / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "frontiers.json"
+    if not chosen.draw:
+        networks = QUICK if chosen.quick else [n for n in NETWORKS if not chosen.networks or n.name in chosen.networks]
+        dtype = jnp.float32 if chosen.target == "cpu" else jnp.bfloat16
+        budgets = QUICK_BUDGETS if chosen.quick else BUDGETS
+        sized = [replace(network, dtype=dtype) for network in networks]
+        fill(path, [cell for network in sized for cell in cells(network, chosen.target, budgets)])
+    measured = load(path)
+    table(measured)
+    print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, folder)))
+
+
+if __name__ == "__main__":
+    main()
