@@ -33,7 +33,7 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int]) -> int:
     Returns:
         Bytes at the peak; the run's inputs, and the gradients of weights, are not among them.
     """
-    again, stored = _recomputed(traced, frozenset(saved))
+    again, stored = recomputed(traced, frozenset(saved))
     alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
     cotangents = traced.backward_inputs[len(traced.residuals) :]
     outputs = [v for v, i in zip(traced.backward_outputs, traced.function.differentiated, strict=True)
@@ -74,7 +74,7 @@ def kept_returned_bytes(traced: TracedRun) -> int:
 def _kept(traced: TracedRun) -> tuple[frozenset[Any], frozenset[Any]]:
     """The stored values that residuals are made of, and those that results are made of."""
     given = set(traced.inputs)
-    lives = _Lives(traced.forward, (), [r for r in traced.residuals if compat.is_var(r) and r not in given], (), {})
+    lives = Lives(traced.forward, (), [r for r in traced.residuals if compat.is_var(r) and r not in given], (), {})
     roots = [frozenset().union(*(lives.roots.get(r, ()) for r in atoms if compat.is_var(r)))
              for atoms in (traced.residuals, traced.returned)]  # fmt: skip
     return roots[0], roots[1]
@@ -94,11 +94,17 @@ def fused_peak(eqns: Sequence[Any], stored: Iterable[Any], outputs: Sequence[Any
     Returns:
         The peak, in bytes.
     """
-    return _Lives(eqns, tuple(stored), outputs, free, alias).peak()
+    return Lives(eqns, tuple(stored), outputs, free, alias).peak()
 
 
-class _Lives:
-    """Which variables are stored, what each reads, and when it dies."""
+class Lives:
+    """Which variables are stored, what each reads, and when it dies.
+
+    Attributes:
+        reads: For each equation the stored variables that it reads, through what is fused with it.
+        roots: For each variable the stored ones that it is made of: itself where it is stored.
+        last: For each stored variable the position of the last equation that reads it.
+    """
 
     def __init__(self, eqns: Sequence[Any], stored: Sequence[Any], outputs: Sequence[Any], free: Sequence[Any],
                  alias: dict[Any, Any]):  # fmt: skip
@@ -140,6 +146,10 @@ class _Lives:
         end = len(self.eqns)
         for v in outputs:
             self.last.update((r, end) for r in self.roots.get(self._atom(v), ()))
+
+    def stores(self, eqn: Any) -> bool:
+        """Whether an equation makes something that is stored, rather than read inside the fusion that reads it."""
+        return any(self.roots[v] == frozenset([v]) for v in eqn.outvars)
 
     def peak(self) -> int:
         """Replay the lives."""
@@ -185,8 +195,13 @@ def _inner_peak(eqn: Any) -> int:
     )
 
 
-def _recomputed(traced: TracedRun, saved: frozenset[int]) -> tuple[list[Any], list[Any]]:
-    """The forward equations that a choice executes again, in order, and the variables it saves."""
+def recomputed(traced: TracedRun, saved: frozenset[int]) -> tuple[list[Any], list[Any]]:
+    """The forward equations that a choice executes again, in order, and the variables it saves.
+
+    Args:
+        traced: The run.
+        saved: Offsets of the values it saves.
+    """
     wanted = {r for r in traced.residuals if compat.is_var(r)}
     again, stored = [], []
     for eqn in reversed(traced.forward):

@@ -107,6 +107,7 @@ def sublinear(
     static_argnames: str | Sequence[str] = (),
     cache: bool | str | os.PathLike[str] | Store = True,
     progress: bool = True,
+    profile: bool | str = False,
 ) -> Any:
     """Return the same function with a gradient that fits a memory budget.
 
@@ -132,6 +133,8 @@ def sublinear(
         cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
             or a directory.
         progress: Whether to show a progress bar when planning takes long.
+        profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
+            distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
 
     Returns:
         A function with the same signature; its method `plan(*args)` returns the plan it uses.
@@ -158,7 +161,7 @@ def sublinear(
     if fun is not None and not callable(fun):
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
-                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress)  # fmt: skip
+                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -169,7 +172,8 @@ def sublinear(
 
 def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
          mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
-         cache: AnyCache = True, progress: bool = True, **kwargs: Any) -> Plan:  # fmt: skip
+         cache: AnyCache = True, progress: bool = True, profile: bool | str = False,
+         **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
 
     Args:
@@ -183,6 +187,7 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         argnums: As for `sublinear`.
         cache: As for `sublinear`.
         progress: As for `sublinear`.
+        profile: As for `sublinear`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -202,7 +207,7 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         5
     """
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
-                        argnums=argnums, cache=cache, progress=progress)  # fmt: skip
+                        argnums=argnums, cache=cache, progress=progress, profile=profile)  # fmt: skip
     found: Plan = wrapped.plan(*args, **kwargs)
     return found
 

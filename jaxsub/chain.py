@@ -21,7 +21,7 @@ stages share, whose running gradient sum stands beside each new contribution.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -44,6 +44,7 @@ class Option:
         loops: How loops and conditionals in it run, where not plainly.
         loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
         is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
+        loop_seconds: `loop_flops` in seconds, where known.
     """
 
     saved: tuple[int, ...] = ()
@@ -54,6 +55,7 @@ class Option:
     loops: tuple[Way, ...] = ()
     loop_flops: float = 0.0
     is_region: bool = True
+    loop_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class Stage:
         first_value: The first value it makes; options' offsets count from there.
         hoisted_bytes: What the compiler makes for it when the program starts, and keeps until its backward pass, when
             it stands in a region: arrays that wait for nothing. The options of items count it in their saved bytes.
+        forward_seconds: How long its forward pass takes, where known.
+        backward_seconds: How long its backward pass takes when nothing is executed again, where known.
+        tail_seconds: `tail_flops` in seconds, where known.
     """
 
     start: int
@@ -91,6 +96,9 @@ class Stage:
     made_bytes: int = 0
     first_value: int = 0
     hoisted_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    tail_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +156,16 @@ class Prediction:
 
     Attributes:
         temp_bytes: Peak of what the compiler allocates beside arguments and outputs.
-        extra_flops: FLOPs executed again, elementwise work weighed down.
+        extra_flops: FLOPs executed again, elementwise work weighed down; weighed by how long they take where a plan
+            minimises seconds.
         forward_flops: FLOPs of one forward pass, weighed alike.
         peak_at: The stage whose forward or backward pass holds the peak.
         origin: Where the figures come from: `analytic`, `compiled` or `measured`.
+        extra_seconds: How long it takes to execute those FLOPs again; `None` where nobody knows.
+        step_seconds: How long value and gradient take without that; `None` where nobody knows.
+        seconds_origin: Where the seconds come from: `roofline`, `roofline, nominal` (of a device whose figures are a
+            guess) or `profiled`; empty where there are none.
+        minimises: `flops`, or `seconds` where FLOPs are weighed by them.
     """
 
     temp_bytes: int
@@ -159,6 +173,10 @@ class Prediction:
     forward_flops: float
     peak_at: int
     origin: str
+    extra_seconds: float | None = None
+    step_seconds: float | None = None
+    seconds_origin: str = ""
+    minimises: str = "flops"
 
 
 @dataclass(frozen=True)
@@ -171,6 +189,9 @@ class Chain:
         crossings: What crosses the cuts.
         fingerprint: The program's fingerprint; plans carry it.
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
+        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where there are
+            none.
+        minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
     """
 
     stages: tuple[Stage, ...]
@@ -178,6 +199,8 @@ class Chain:
     crossings: tuple[Crossing, ...]
     fingerprint: str = "by hand"
     origin: str = "by hand"
+    seconds_origin: str = ""
+    minimises: str = "flops"
 
     def __post_init__(self) -> None:
         n = len(self.stages)
@@ -233,7 +256,7 @@ class Chain:
     def recompute(self, stage: int) -> Run:
         """The run that keeps nothing of one stage."""
         s = self.stages[stage]
-        return Run(stage, stage + 1, Option((), s.hoisted_bytes, s.transient_bytes, s.tail_flops))
+        return Run(stage, stage + 1, Option((), s.hoisted_bytes, s.transient_bytes, s.tail_flops, s.tail_seconds))
 
     def nest(self, start: int, stop: int, children: Sequence[Run] = ()) -> Run:
         """A region over stages `start .. stop - 1` that saves nothing; unwrapped inside unless children say more."""
@@ -299,7 +322,12 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
     """
     check_runs(chain, runs)
     peak, at = max(_peaks(chain, runs, stored=0, held=0, is_top=True))
-    return Prediction(int(peak), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
+    found = Prediction(int(peak), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
+    if not chain.seconds_origin:
+        return found
+    step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
+    return replace(found, extra_seconds=extra_seconds(chain, runs), step_seconds=step,
+                   seconds_origin=chain.seconds_origin, minimises=chain.minimises)  # fmt: skip
 
 
 def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
@@ -308,14 +336,24 @@ def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float
     A nest costs one forward pass of its stages, of the last one only what its backward pass reads; what stands last
     in a nest is paid for by that.
     """
+    return _again(chain, runs, "flops", is_top)
+
+
+def extra_seconds(chain: Chain, runs: Sequence[Run]) -> float:
+    """How long it takes to execute those FLOPs again."""
+    return _again(chain, runs, "seconds", is_top=True)
+
+
+def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
     total = 0.0
+    forward, tail, loop, recompute = (f"{what}_{unit}" for what in ("forward", "tail", "loop", "recompute"))
     for position, run in enumerate(runs):
         if run.children:
-            total += sum(s.forward_flops for s in chain.stages[run.start : run.stop - 1])
-            total += chain.stages[run.stop - 1].tail_flops + extra_flops(chain, run.children, is_top=False)
+            total += sum(getattr(s, forward) for s in chain.stages[run.start : run.stop - 1])
+            total += getattr(chain.stages[run.stop - 1], tail) + _again(chain, run.children, unit, False)
         elif run.option is not None:
             is_paid = not is_top and position == len(runs) - 1
-            total += run.option.loop_flops if is_paid else run.option.recompute_flops
+            total += getattr(run.option, loop if is_paid else recompute)
     return total
 
 

@@ -46,6 +46,11 @@ class Settings:
     argnums: int | tuple[int, ...] = 0
     cache: bool | str | os.PathLike[str] | Store = True
     progress: bool = True
+    profile: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.profile, bool) or self.profile == "roofline"):
+            raise ValueError(f'profile is True, False or "roofline", got {self.profile!r}')
 
 
 def make_plan(program: Program, settings: Settings) -> Plan:
@@ -77,7 +82,8 @@ def make_plan(program: Program, settings: Settings) -> Plan:
 def _planned(program: Program, settings: Settings) -> Plan:
     budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
     with Progress(settings.progress) as step:
-        pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step)
+        pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step,
+                        profile=settings.profile)  # fmt: skip
         verifier = verifying.Verifier(pricer)
         planner, cuts = once(program, get(settings.planner)), cuts_of(program)
         if budget == Budget():

@@ -23,6 +23,7 @@ from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, 
 from jaxsub.options import Choice, TracedRun, choices, trace_run
 from jaxsub.plan import Plan
 from jaxsub.program import Program
+from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.stages import find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
@@ -55,6 +56,8 @@ class Pricer:
         store: Where prices are remembered between processes, or `None`.
         progress: Called with each label as something is priced.
         workers: Compiles that run at once.
+        profile: Where seconds come from: `False` for the target's figures, `True` to time the stages on the device,
+            `"roofline"` for the figures again. Where it is not `False`, chains are weighed by seconds.
     """
 
     program: Program
@@ -63,15 +66,18 @@ class Pricer:
     store: Store | None = None
     progress: Callable[[str], None] = lambda label: None
     workers: int = 2
+    profile: bool | str = False
     _prices: dict[Any, int] = field(init=False, default_factory=dict)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
+    _clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
         self._loops = frozenset(find_nested(self.program))
+        self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)
 
     def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = REGION_SIZES) -> Chain:
         """Price stages and regions.
@@ -93,7 +99,9 @@ class Pricer:
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
         ]
         origin = "compiled" if self.is_compiled else "analytic"
-        return Chain(stages, tuple(items), find_crossings(self.program.graph, cuts), self.program.fingerprint, origin)
+        crossings = find_crossings(self.program.graph, cuts)
+        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
+        return by_seconds(chain) if self.profile else chain
 
     def refine(self, plan: Plan) -> bool:
         """Ask the compiler for the regions of several stages that a plan uses; say whether anything new was learnt."""
@@ -183,13 +191,14 @@ class Pricer:
             keep = max(0, keep - analytic.kept_returned_bytes(self._run(start, stop)[0]))
         most_saving = self._run(start, stop)[1][-1]
         left = transient if is_last else self._bytes("backward", start, stop, most_saving.saved)
-        made = graph.made_by(start, stop)
+        made, spent = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
             self._bytes("forward", start, stop, ()), transient, keep,
             max(keep, keep + left - most_saving.saved_bytes) if not is_last else transient,
             self._shared_weight_bytes(start, stop), sum(graph.values[v].n_bytes for v in made), made.start,
             0 if is_last else self._hoisted_bytes(start, stop),
+            spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
         )  # fmt: skip
 
     def _pinned(self, start: int, stop: int) -> Stage:
@@ -197,9 +206,21 @@ class Pricer:
         graph = self.program.graph
         made, flops = graph.made_by(start, stop), sum(n.flops for n in graph.nodes[start:stop])
         size = sum(graph.values[v].n_bytes for v in made)
+        spent = eqns_seconds(self.program.eqns[start:stop], (), self.program.eqns[stop - 1].outvars, self.target)
         return Stage(
-            start, stop, hash(self._kind(start, stop)), flops, flops, size, size, size, size, 0, size, made.start
-        )
+            start, stop, hash(self._kind(start, stop)), flops, flops, size, size, size, size, 0, size, made.start,
+            forward_seconds=spent, tail_seconds=spent,
+        )  # fmt: skip
+
+    def _seconds(self, start: int, stop: int) -> StageSeconds:
+        """How long the passes of a stage take."""
+        traced, found = self._run(start, stop)
+        return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
+
+    def _again_seconds(self, start: int, stop: int, saved: tuple[int, ...], stages: Sequence[tuple[int, int]]) -> float:
+        scale = sum(self._seconds(*s).scale for s in stages) / len(stages)
+        traced, found = self._run(start, stop)
+        return scale * self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
 
     def _shared_weight_bytes(self, start: int, stop: int) -> int:
         graph = self.program.graph
@@ -218,7 +239,8 @@ class Pricer:
             key = self._key("backward", start, stop, c.saved)
             known = self._prices.get(key) if key in self._prices else None
             transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
-            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops))
+            spent = self._again_seconds(start, stop, c.saved, [(s.start, s.stop) for s in stages])
+            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent))
         return tuple(options)
 
     def _is_loop(self, stage: Stage) -> bool:
@@ -232,12 +254,14 @@ class Pricer:
         for way in self._ways[kind]:
             loop = replace(way.loop, node=0)
             transient = self._loop_bytes(stage, way)
+            spent = way.again_flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
             if isinstance(way, LoopChoice) or not way.is_region:
                 kept = min(way.kept_bytes, transient)
-                yield Option((), kept, transient, way.again_flops, 0.0, (loop,), way.again_flops, False)
+                yield Option((), kept, transient, way.again_flops, spent, (loop,), way.again_flops, False, spent)
             if transient < least_bytes and stage.stop < len(self.program.eqns):
-                least_bytes = transient
-                yield Option((), 0, transient, stage.tail_flops + way.again_flops, 0.0, (loop,), way.again_flops)
+                least_bytes, flops = transient, stage.tail_flops + way.again_flops
+                seconds = stage.tail_seconds + spent
+                yield Option((), 0, transient, flops, seconds, (loop,), way.again_flops, loop_seconds=spent)
 
     def _found_ways(self, node: int) -> tuple[WayChoice, ...]:
         if self.program.eqns[node].primitive.name == "cond":
@@ -329,7 +353,7 @@ class Pricer:
 
     def anew(self) -> Pricer:
         """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
-        return Pricer(self.program, self.target, self.is_compiled, self.store, self.progress, self.workers)
+        return replace(self)
 
     def _recall(self, key: Any) -> int | None:
         found = self.store.get(self._text(key)) if self.store is not None else None

@@ -25,6 +25,7 @@ JAX_WING = (
     "stages",
     "options",
     "analytic",
+    "seconds",
     "probes",
     "regions",
     "loops",

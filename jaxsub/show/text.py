@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxsub.budget import format_bytes
+from jaxsub.chain import Prediction
 from jaxsub.plan import Plan
 from jaxsub.show.curves import curves
 from jaxsub.ways import Conditional, Inside, Way, walk
@@ -80,9 +81,30 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             yield f"{name}  peak {was}{format_bytes(after.temp_bytes)}{less}"
     if plan.prediction is not None:
         share = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0)
-        yield f"extra      {share:.1%} of one forward pass in FLOPs" + _measured_flops(plan)
+        unit = "time" if plan.prediction.minimises == "seconds" else "FLOPs"
+        yield f"extra      {share:.1%} of one forward pass in {unit}" + _measured_flops(plan)
+        yield from _time_lines(plan.prediction)
     if plan.measurement is None:
         yield "           not verified by a compile"
+
+
+def _time_lines(prediction: Prediction) -> Iterator[str]:
+    if prediction.extra_seconds is not None and prediction.step_seconds:
+        share = prediction.extra_seconds / prediction.step_seconds
+        spent, whole = format_seconds(prediction.extra_seconds), format_seconds(prediction.step_seconds)
+        yield f"time       +{spent} ({share:.1%}) on {whole} a gradient ({prediction.seconds_origin})"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with three digits and the unit that suits them.
+
+    Example:
+        >>> format_seconds(0.01234), format_seconds(2.5e-6), format_seconds(0.0)
+        ('12.3 ms', '2.5 us', '0 s')
+    """
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+    size, unit = next(((size, unit) for size, unit in units if seconds >= size), units[0])
+    return f"{seconds / size:.3g} {unit}"
 
 
 def _measured_flops(plan: Plan) -> str:
