@@ -89,7 +89,7 @@ class EqualFlops:
                 if len(costs):
                     at = int(costs.argmin())
                     least[layer, stop], came_from[layer, stop] = costs[at], starts[at]
-        layer = int(np.isfinite(least[:, n]).argmax()) if not np.isfinite(least[-1, n]) else self.layers
+        layer = int(np.flatnonzero(np.isfinite(least[:, n]))[-1])  # fewer where there are not that many stages
         ends, stop = [], n
         while stop:
             ends.append(stop)
