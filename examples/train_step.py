@@ -1,8 +1,9 @@
-"""A whole training step with Optax, plain and under a budget: what the compiler allocates for it, and the losses.
+"""A whole training step with Optax in a given memory: what the compiler allocates before and after, and the losses.
 
-The loss is the only line that changes. `jaxsub.jit` compiles the step as `jax.jit` does, and keeps the compiler of the
-CPU from undoing the plan where its version would. Parameters and optimizer state are donated, so that the step's memory
-is theirs once, and what the gradient needs on top: that is what the budget bounds.
+`jaxsub.jit(step, memory=...)` stands where `jax.jit(step)` stood. The memory is that of the whole step on one device:
+parameters, optimizer state, batch, outputs and temporaries; parameters and state are donated, so that they count once.
+The loss is wrapped in `jaxsub.sublinear` without a budget: the step finds it and gives it the plan with which the
+whole fits. Then the same step is asked for more than there is, and for the largest batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import numpy as np
 import optax
 
 import jaxsub
-
-MIB = 2**20
 
 
 def init(depth: int, dim: int) -> list[dict[str, jax.Array]]:
@@ -40,45 +39,61 @@ def loss(params: list[dict[str, jax.Array]], x: jax.Array, y: jax.Array) -> jax.
     return ((x - y) ** 2).mean()
 
 
-def train(loss: Callable[..., Any], params: Any, batches: list[Any]) -> tuple[Any, list[float]]:
-    """Compile one step, run it on every batch; return what the compiler allocates, and the losses."""
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, len(batches)))
-    )
+def step_of(loss: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A training step: parameters, optimizer state and a batch in; parameters, state and the loss out."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x, y)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    params = jax.tree.map(jnp.copy, params)  # the step takes the memory of those it is given
-    state, losses = optimizer.init(params), []
-    compiled = jaxsub.jit(step, donate_argnums=(0, 1)).lower(params, state, *batches[0]).compile()
+    return step
+
+
+def train(step: Callable[..., Any], params: Any, state: Any, batches: list[Any]) -> list[float]:
+    """Run a step on every batch; return the losses."""
+    params, state = jax.tree.map(jnp.copy, (params, state))  # the step takes the memory of those it is given
+    losses = []
     for x, y in batches:
-        params, state, value = compiled(params, state, x, y)
+        params, state, value = step(params, state, x, y)
         losses.append(float(value))
-    return compiled.memory_analysis(), losses
+    return losses
 
 
 def main() -> None:
     """Train twice and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a small network and a few steps")
-    depth, dim, batch, steps = (6, 16, 256, 5) if parser.parse_args().toy else (16, 128, 4096, 20)
+    depth, dim, batch, n_steps = (6, 16, 256, 5) if parser.parse_args().toy else (16, 128, 4096, 20)
     print(__doc__, flush=True)
     rng = np.random.default_rng(0)
-    batches = [tuple(rng.normal(size=(2, batch, dim)).astype(np.float32)) for _ in range(steps)]
+    batches = [tuple(rng.normal(size=(2, batch, dim)).astype(np.float32)) for _ in range(n_steps)]
     params = init(depth, dim)
-    budget = 0.3
-    runs = {"plain": train(loss, params, batches)}
-    runs[f"in {budget:.0%}"] = train(jaxsub.sublinear(loss, budget=budget), params, batches)
-    print(f"{'':>8} {'temporary, MiB':>15} {'whole step, MiB':>16} {'first loss':>11} {'last loss':>10}")
-    for name, (memory, losses) in runs.items():
-        temp = memory.temp_size_in_bytes
-        whole = temp + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        print(f"{name:>8} {temp / MIB:15.2f} {whole / MIB:16.2f} {losses[0]:11.6f} {losses[-1]:10.6f}")
-    (_, plain), (_, small) = runs.values()
-    assert np.allclose(plain, small, rtol=1e-4), "the budget changed the losses"
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, n_steps)))
+    state = optimizer.init(params)
+
+    planned = step_of(jaxsub.sublinear(loss), optimizer)
+    small = jaxsub.jit(planned, memory=0.6, donate_argnums=(0, 1))  # or "24GiB", or "device"
+    report = small.report(params, state, *batches[0])
+    print(report, "\n", flush=True)
+
+    plain = train(jax.jit(step_of(loss, optimizer), donate_argnums=(0, 1)), params, state, batches)
+    losses = train(small, params, state, batches)
+    print(
+        f"losses, plain:   {plain[0]:.6f} ... {plain[-1]:.6f}\nlosses, planned: {losses[0]:.6f} ... {losses[-1]:.6f}\n"
+    )
+    assert np.allclose(plain, losses, rtol=1e-4), "the plan changed the losses"
+
+    try:
+        jaxsub.jit(planned, memory=report.step_bytes // 8, donate_argnums=(0, 1)).report(params, state, *batches[0])
+    except jaxsub.InfeasibleBudgetError as error:
+        print(error, "\n", flush=True)
+
+    def step_for_batch(n: int) -> Any:
+        shape = jax.ShapeDtypeStruct((n, dim), jnp.float32)
+        return planned, (params, state, shape, shape)
+
+    print(jaxsub.max_batch(step_for_batch, memory=report.plain_bytes, multiple_of=batch // 8, donate_argnums=(0, 1)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from types import ModuleType
 
 from jaxsub import planners, policies
 from jaxsub.api import Sublinear, measure, plan, sublinear
+from jaxsub.batches import max_batch
 from jaxsub.budget import Budget
 from jaxsub.errors import (
     BudgetError,
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "frontier",
     "jit",
+    "max_batch",
     "measure",
     "plan",
     "planners",

@@ -22,7 +22,7 @@ from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planning import Mirror, Settings, make_plan
 from jaxsub.program import Program, trace
-from jaxsub.statics import Statics
+from jaxsub.statics import Statics, trace_call
 from jaxsub.store import Store
 from jaxsub.targets import Target, get_target
 
@@ -235,7 +235,7 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
         >>> jaxsub.measure(lambda w: jnp.tanh(w).sum(), jnp.ones((8, 8))).output_bytes >= 256
         True
     """
-    program = trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums))
+    program = trace_call(fun, args, kwargs, argnums)
     empty = Plan(program.fingerprint, Budget(), len(program.eqns))
     return measure_compiled(*verifying.gradient(program, emit(program, empty)), get_target(target))
 

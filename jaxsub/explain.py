@@ -18,7 +18,8 @@ from jaxsub import compat
 from jaxsub.frontier import Frontier, frontier_of
 from jaxsub.options import read_avals, run_function, vjp_of
 from jaxsub.pricing import Pricer
-from jaxsub.program import Program, aval_bytes, flatten_jaxpr, trace
+from jaxsub.program import Program, aval_bytes, flatten_jaxpr
+from jaxsub.statics import trace_call
 from jaxsub.targets import get_target
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")
@@ -150,7 +151,7 @@ def residuals(
         >>> [(r.producer, r.shape, r.n_bytes) for r in found]
         [('cos', (2, 4), 32), ('argument', (2, 4), 32)]
     """
-    return residuals_of(trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums)))
+    return residuals_of(trace_call(fun, args, kwargs, argnums))
 
 
 def residuals_of(program: Program) -> tuple[Residual, ...]:
@@ -218,7 +219,7 @@ def explain(
         >>> [(group.label, group.n_bytes) for group in found.by_producer()]
         [('cos', 64), ('sin', 32)]
     """
-    program = trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums))
+    program = trace_call(fun, args, kwargs, argnums)
     found = residuals_of(program)
     pricer = Pricer(program, get_target(target), is_compiled=False)
     made = tuple(r for r in found if not r.is_given)

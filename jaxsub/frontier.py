@@ -18,7 +18,8 @@ from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
 from jaxsub.pricing import Pricer
-from jaxsub.program import Program, trace
+from jaxsub.program import Program
+from jaxsub.statics import trace_call
 from jaxsub.store import open_store
 from jaxsub.targets import get_target
 from jaxsub.verify import Verifier, cut_choices, finish
@@ -150,7 +151,7 @@ def frontier(
     if points < 2:
         raise ValueError(f"a frontier has at least 2 points, got points={points}")
     marked = Budget.parse(budget).n_bytes
-    program = trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums))
+    program = trace_call(fun, args, kwargs, argnums)
     pricer = Pricer(program, get_target(target), is_compiled=verify, store=open_store(cache))
     return frontier_of(pricer, points, marked, is_measured=verify)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
+from jax.tree_util import SequenceKey, keystr
 
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.errors import InfeasibleBudgetError
@@ -24,7 +24,7 @@ ROWS = 6
 """How many values that stand at the peak are named; the others are counted."""
 
 DOMINANT = 0.5
-"""An argument with more than this share of all arguments is told apart by what is in it."""
+"""An argument with more than this share of all arguments is told apart by its fields, as a train state has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,8 @@ def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], t
         parts: dict[str, list[Any]] = {}
         for leaf in members:
             parts.setdefault(name + keystr(leaf[1][:1]), []).append(leaf)
-        is_split = 1 < len(parts) <= ROWS and sum(m[3] for m in members) > DOMINANT * whole
+        is_named = not any(isinstance(leaf[1][0], SequenceKey) for leaf in members if leaf[1])
+        is_split = is_named and 1 < len(parts) <= ROWS and sum(m[3] for m in members) > DOMINANT * whole
         split += [_held(n, m) for n, m in (parts if is_split else {name: members}).items()]
     return tuple(sorted(split, key=lambda h: -h.n_bytes))
 

@@ -16,6 +16,7 @@ import jax
 
 from jaxsub.errors import UnsupportedError
 from jaxsub.leaves import fixed_leaves, of_the_others, without
+from jaxsub.program import Program, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +89,21 @@ class Statics:
         if static := [a for a in wanted if a in self.argnums]:
             raise UnsupportedError(f"argument {static[0]} is static and cannot be differentiated; pass argnums=.")
         return tuple(arrays.index(a) if a in arrays else a for a in wanted)
+
+
+def trace_call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: int | Sequence[int]
+) -> Program:
+    """Trace a function of arguments among whose leaves some may be no arrays, as in Equinox's modules.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = {"w": jnp.ones((2, 2)), "activation": jnp.tanh}
+        >>> program = trace_call(lambda p, x: p["activation"](x @ p["w"]).sum(), (layer, jnp.ones((1, 2))), {}, 0)
+        >>> [node.primitive for node in program.graph.nodes]
+        ['dot_general', 'tanh', 'reduce_sum']
+    """
+    statics = Statics.of(fun, (), ())
+    fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
+    wanted = argnums if isinstance(argnums, int) else tuple(argnums)
+    return trace(statics.bind(fixed, len(args)), dynamic_args, dynamic_kwargs, argnums=wanted)

@@ -24,7 +24,7 @@ from jaxsub.crosscompile import cross_compile
 from jaxsub.errors import BudgetError
 from jaxsub.holders import Held, StepReport, held_by, infeasible, report
 from jaxsub.planning import Progress
-from jaxsub.sites import Trial
+from jaxsub.sites import Site, Trial
 from jaxsub.sizing import Attempt, Sizing, step_bytes
 from jaxsub.statics import Statics
 from jaxsub.store import open_store
@@ -155,22 +155,33 @@ class Step:
         return self._ready[key]
 
     def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
-        target, store = get_target(self.target), open_store(self._cache)
         with Progress(self._progress) as told:
+            sizing = self.sizing(args, kwargs, told)
+            best, n_bytes = self.fit(sizing, args, kwargs)
+        run = best.run if sizing.target.is_present else self._jitted(best.trial)
+        return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
 
-            def compile_trial(trial: Trial) -> Attempt:
-                told("the whole step")
-                return self._compile(trial, args, kwargs)
+    def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None]) -> Sizing:
+        """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
+        target = get_target(self.target)
 
-            first = compile_trial(Trial(target))
-            n_bytes = self._n_bytes(target, first)
-            sizing = Sizing(first, compile_trial, target, store, told)
-            best = sizing.run(n_bytes)
-            held = self._held(first, args, kwargs)
-            if best is None:
-                raise infeasible(n_bytes, sizing.least(), held)
-        run = best.run if target.is_present else self._jitted(best.trial)
-        return run, report(n_bytes, first, best, held, len(sizing.attempts))
+        def compile_trial(trial: Trial) -> Attempt:
+            told("the whole step")
+            return self.compile(trial, args, kwargs)
+
+        return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told)
+
+    def fit(self, sizing: Sizing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attempt, int]:
+        """The step that fits and recomputes least, and what it may take.
+
+        Raises:
+            InfeasibleBudgetError: If none is found.
+        """
+        n_bytes = self._n_bytes(sizing.target, sizing.first)
+        best = sizing.run(n_bytes)
+        if best is None:
+            raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+        return best, n_bytes
 
     def _n_bytes(self, target: Target, first: Attempt) -> int:
         """What the step may take, in bytes."""
@@ -184,7 +195,14 @@ class Step:
         run = functools.wraps(self.fun)(sites.tried(self.fun, trial))
         return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
-    def _compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
+        """The sublinear functions inside the step, by fingerprint; nothing is compiled."""
+        trial = Trial(get_target(self.target))
+        self._jitted(trial).trace(*args, **kwargs)
+        return trial.sites
+
+    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+        """Compile the step under a trial's plans."""
         start = time.perf_counter()
         jitted = self._jitted(trial, is_here=trial.target.is_present)
         if trial.target.is_present:
@@ -232,6 +250,8 @@ def device_bytes(target: Target) -> int:
 
 def _placed_type(leaf: Any) -> Any:
     """What of an argument a step's memory depends on: shape, dtype, and how it is spread over devices."""
-    sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, jax.core.Tracer) else None
-    is_spread = sharding is not None and not isinstance(sharding, jax.sharding.SingleDeviceSharding)
-    return type_of(leaf), sharding if is_spread else None
+    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "dtype"):
+        return type_of(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    spread = None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), spread

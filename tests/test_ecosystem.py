@@ -176,6 +176,17 @@ def test_equinox_modules_are_arguments(inference):
     assert fun.plan(*args) == fun.plan(*args)
 
 
+def test_equinox_modules_are_measured_and_explained():
+    """Every call that takes a function's arguments takes a module: its functions and flags are left alone."""
+    args = (Mlp(jax.random.key(0)), X, jax.random.key(2))
+    arrays, rest = eqx.partition(args[0], eqx.is_array)
+    plain = jaxsub.measure(lambda arrays, *rows: module_loss(eqx.combine(arrays, rest), *rows), arrays, *args[1:])
+    assert jaxsub.measure(module_loss, *args).temp_bytes == plain.temp_bytes
+    assert jaxsub.residuals(module_loss, *args)
+    assert jaxsub.frontier(module_loss, *args, points=2).points
+    assert jaxsub.explain(module_loss, *args).total_bytes > 0
+
+
 def test_another_flag_is_another_trace():
     """A module in inference mode is not run by the trace of one in training."""
     fun, model = jaxsub.sublinear(module_loss, verify=False), Mlp(jax.random.key(0))

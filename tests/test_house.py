@@ -33,13 +33,13 @@ JAX_WING = (
     "emit",
     "verify",
     "planning",
+    "leaves",
+    "statics",
     "frontier",
     "explain",
 )
 FRONT = (
-    "leaves",
     "policies",
-    "statics",
     "sites",
     "api",
     "sizing",
