@@ -10,9 +10,10 @@ with m(v) = 0, and in its backward pass nothing asks for its result.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
@@ -326,13 +327,18 @@ def _barriers(runs: Sequence[Run]) -> Iterator[int]:
             yield from range(run.start, run.stop)
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _read(kind: Any, data: Any) -> Any:
     """Make a value of a type from what `asdict` and JSON made of it."""
     if isinstance(kind, UnionType) and isinstance(data, dict):
-        fitting = [k for k in get_args(kind) if is_dataclass(k) and {f.name for f in fields(k)} == set(data)]
+        fitting = [k for k in get_args(kind) if is_dataclass(k) and set(_hints(cast(type, k))) == set(data)]
         kind = fitting[0] if fitting else kind
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(cast(type, kind))
         return kind(**{name: _read(hints[name], entry) for name, entry in data.items()})  # type: ignore[operator]
     if isinstance(data, list):
         return tuple(_read(get_args(kind)[0], entry) for entry in data)

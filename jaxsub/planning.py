@@ -25,8 +25,9 @@ from jaxsub.plan import Plan
 from jaxsub.planners import Planner, get
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
+from jaxsub.shelf import find_plan, put_plan, shelf_key
 from jaxsub.store import Store, open_store
-from jaxsub.targets import get_target
+from jaxsub.targets import Target, get_target
 
 Mirror = Sequence[int] | Callable[..., int]
 PROGRESS_DELAY_SECONDS = 2.0
@@ -70,7 +71,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
                       "turn jax_remat3 off, or use JAX 0.11.2 or later.", stacklevel=2)  # fmt: skip
     settings = replace(settings, verify=_may_verify(program, settings))
     try:
-        return _planned(program, settings)
+        return _kept(program, settings)
     except JaxsubError:
         raise
     except (ValueError, TypeError, NotImplementedError):
@@ -79,11 +80,24 @@ def make_plan(program: Program, settings: Settings) -> Plan:
         return verifying.finish(program, untouched(program), settings.budget)
 
 
-def _planned(program: Program, settings: Settings) -> Plan:
+def _kept(program: Program, settings: Settings) -> Plan:
+    """The plan as it was made before, in this process or another, or else made now."""
+    planner, target, store = get(settings.planner), get_target(settings.target), open_store(settings.cache)
+    asked = replace(settings, planner="", target=None, cache=False, progress=False)
+    key = shelf_key(program, planner, target, repr(asked)) if settings.mirror is None else None
+    if key is None:
+        return _planned(program, settings, target, store)
+    plan = find_plan(store, key, program)
+    if plan is None:
+        plan = _planned(program, settings, target, store)
+        put_plan(store, key, plan)
+    return plan
+
+
+def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
     with Progress(settings.progress) as step:
-        pricer = Pricer(program, get_target(settings.target), is_compiled, open_store(settings.cache), step,
-                        profile=settings.profile)  # fmt: skip
+        pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile)
         verifier = verifying.Verifier(pricer)
         planner, cuts = once(program, get(settings.planner)), cuts_of(program)
         if budget == Budget():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import types
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -52,7 +53,7 @@ def with_regions(
         >>> [round(float(y), 4) for y in with_regions(program, [Segment(0, 1)], [])(1.0)]
         [0.7456]
     """
-    return _Emitter(program, frozenset(barriers)).function(segments, scope)
+    return _Emitter(program, tuple(sorted(set(barriers)))).function(segments, scope)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class _Region:
 @dataclass(slots=True, eq=False)
 class _Emitter:
     program: Program
-    barriers: frozenset[int]
+    barriers: tuple[int, ...]
     variables: list[Any] = field(init=False)
     last_use: tuple[int, ...] = field(init=False)
     weights: frozenset[int] = field(init=False)
@@ -98,7 +99,7 @@ class _Emitter:
         fenced: set[int] = set()
         crossing = self._scope_inputs(start, stop) if start else {}
         for number, (piece, segment) in enumerate(self._pieces(start, stop, segments)):
-            if piece.start in self.barriers and piece.start != start:
+            if piece.start != start and self._fences(piece.start - 1, piece.start + 1):
                 crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
                 weights = self._weights_read(piece)
                 fenced.update(weights)
@@ -117,7 +118,7 @@ class _Emitter:
         at = start
         for segment in [*segments, None]:
             end = stop if segment is None else segment.start
-            cuts = sorted({at, end, *(b for b in self.barriers if at < b < end)}) if end > at else [at]
+            cuts = [at, *self._fences(at, end), end] if end > at else [at]
             yield from ((range(a, b), None) for a, b in pairwise(cuts))
             if segment is not None:
                 yield range(segment.start, segment.stop), segment
@@ -142,7 +143,7 @@ class _Emitter:
 
     def _region(self, segment: Segment) -> tuple[_Region, set[int]]:
         piece = range(segment.start, segment.stop)
-        if segment.children or any(b in self.barriers for b in piece[1:]):
+        if segment.children or self._fences(segment.start, segment.stop):
             steps, fenced = self.steps(segment.start, segment.stop, segment.children, scope="")
         else:
             steps, fenced = self._named_steps(piece, segment.saved), set()
@@ -150,11 +151,11 @@ class _Emitter:
         reads = self._reads(piece)
         returns = tuple(dict.fromkeys((*self._returns(piece), *threaded)))
         key = self._key(segment, reads, returns)
-        if key not in self.shared:
-            self.shared[key] = _checkpointed(
-                steps, reads, returns, [f"jaxsub_{v - self._made(piece).start}" for v in segment.saved]
-            )
-        return _Region(self.shared[key], reads, returns), fenced
+        call = self.shared.get(key)
+        if call is None:
+            names = [f"jaxsub_{v - self._made(piece).start}" for v in segment.saved]
+            call = self.shared[key] = _checkpointed(steps, reads, returns, names)
+        return _Region(call, reads, returns), fenced
 
     def _named_steps(self, piece: range, saved: Sequence[int]) -> list[Step]:
         """Evaluate a run of equations, naming the saved values where they are made."""
@@ -189,13 +190,17 @@ class _Emitter:
         shape = tuple(
             (s.start - segment.start, s.stop - segment.start, tuple(v - base for v in s.saved)) for s in inner
         )
-        fences = tuple(b - segment.start for b in self.barriers if segment.start < b < segment.stop)
+        fences = tuple(b - segment.start for b in self._fences(segment.start, segment.stop))
         kinds = (
             tuple((v in self.weights, self.program.graph.values[v].is_differentiated) for v in reads) if fences else ()
         )
         later = tuple(self.last_use[v] >= segment.stop for v in reads) if fences else ()
         results = tuple(v - base if v >= base else ~place[v] for v in returns)
-        return tuple(wiring), shape, tuple(sorted(fences)), kinds, later, results
+        return tuple(wiring), shape, fences, kinds, later, results
+
+    def _fences(self, start: int, stop: int) -> tuple[int, ...]:
+        """The barriers strictly between two nodes."""
+        return self.barriers[bisect_right(self.barriers, start) : bisect_left(self.barriers, stop)]
 
     def _made(self, piece: range) -> range:
         return self.program.graph.made_by(piece.start, piece.stop)
@@ -221,7 +226,8 @@ class _Emitter:
         """The last use that matters in a scope: what comes in from outside matters only where the scope reads it."""
         value = self.program.graph.values[v]
         if start and (value.producer is None or value.producer < start):
-            return max((c for c in value.consumers if c < stop), default=-1)
+            before = bisect_left(value.consumers, stop)
+            return value.consumers[before - 1] if before else -1
         return self.last_use[v]
 
     def _scope_inputs(self, start: int, stop: int) -> dict[int, None]:

@@ -32,6 +32,7 @@ JAX_WING = (
     "pricing",
     "emit",
     "verify",
+    "shelf",
     "planning",
     "leaves",
     "statics",
