@@ -22,6 +22,7 @@ from jaxsub.plan import Plan
 from jaxsub.planners.auto import Auto
 from jaxsub.planners.cheap import Cheap
 from jaxsub.planners.chen import Chen
+from jaxsub.planners.milp import Milp
 from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.plain import Barriers, Plain
 from jaxsub.planners.recursive import Recursive
@@ -46,6 +47,7 @@ class Planner(Protocol):
 _TABLE: dict[str, Planner] = {
     "auto": Auto(),
     "optimal": Optimal(),
+    "milp": Milp(),
     "chen": Chen(),
     "cheap": Cheap(),
     "recursive": Recursive(),

@@ -1,0 +1,149 @@
+"""`milp`: the least recomputation that fits, by integer programming, and how little any schedule could do with.
+
+Checkmate's program over the chain (`jaxsub.planners.checkmate`), solved by HiGHS through `scipy.optimize.milp`, has for
+solutions all schedules that run the forward pass once and execute any stages again before each backward step. Not all
+of them are regions in each other, so not all can be emitted. The planner therefore asks two questions:
+
+1. Is there any schedule that executes less again than the plan of `optimal`? If there is none, that plan is optimal;
+   else what the solver proves of them is the plan's lower bound, never less than the linear relaxation's.
+2. Is there a plan that executes less again (`jaxsub.planners.nested`)? If so it is taken.
+
+What comes back is never worse than `optimal`'s plan, and free of its rounding to slots. `least_flops` is the linear
+relaxation alone: a second or two, and a certified lower bound for every plan of the same chain.
+
+The bound is one in the chain's memory model: for schedules that run whole stages, whose backward passes come from the
+last to the first, where a stage reads all that crosses its first cut; values that options save are saved by the first
+forward pass. It holds up to the solver's tolerance, a millionth.
+
+Source: Jain et al., *Checkmate* (MLSys 2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxsub.chain import Chain, Run, predict
+from jaxsub.errors import PlannerError
+from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.planners.checkmate import Schedules
+from jaxsub.planners.nested import Regions, runs_of
+from jaxsub.planners.optimal import Optimal
+from jaxsub.planners.tables import depth
+
+MAX_STAGES = 60
+"""Programs grow with the square of the number of stages, and the time to solve them faster."""
+
+PROOF = 1e-6
+"""A plan counts as optimal when nothing is cheaper by more than this share."""
+
+BOUND_SECONDS = 10.0
+"""How long `least_flops` may take; a second or two is the rule."""
+
+
+def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS) -> float | None:
+    """The least FLOPs that any schedule executes again in a budget, or less: Checkmate's linear relaxation.
+
+    Args:
+        chain: The chain, of at most 60 stages.
+        budget_bytes: The budget in bytes.
+        seconds: How long the solver may take.
+
+    Returns:
+        FLOPs, elementwise work weighed down as in `jaxsub.chain.Prediction.extra_flops`; infinite where no schedule
+        fits; `None` where the chain has more stages or the solver took too long.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
+        >>> [round(least_flops(chain, n_bytes), 2) for n_bytes in (5, 9, 13)]
+        [1.75, 0.67, 0.0]
+
+    References:
+        Jain et al., Checkmate, 2020, section 4.6: the relaxation.
+    """
+    if len(chain.stages) > MAX_STAGES:
+        return None
+    found = Schedules(chain, budget_bytes).solve(is_relaxed=True, seconds=seconds)
+    return found.bound * (1 - PROOF) if found.is_proved else None
+
+
+@dataclass(frozen=True, slots=True)
+class Milp:
+    """The planner `milp`.
+
+    Attributes:
+        seconds: How long the solver may take for one plan, about; what it has found by then is used.
+
+    Raises:
+        ValueError: If `seconds` is not positive.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(9))
+        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(8)))
+        >>> plan = Milp()(chain, 5)
+        >>> plan.is_optimal, plan.prediction.extra_flops, round(plan.lower_bound, 4)
+        (True, 8.0, 7.0)
+
+    References:
+        Jain et al., Checkmate, 2020.
+    """
+
+    seconds: float = 60
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"the solver needs some time, got seconds={self.seconds}")
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain, of at most 60 stages.
+            budget_bytes: The budget in bytes; `None` for what `optimal` takes without one.
+
+        Raises:
+            InfeasibleBudgetError: If no plan is predicted to fit.
+            PlannerError: If the chain has more stages.
+        """
+        if (n := len(chain.stages)) > MAX_STAGES:
+            raise PlannerError(
+                f"`milp` solves programs of at most {MAX_STAGES} stages, and this one has {n}. "
+                'Pass planner="optimal", whose plans are near what `milp` would find and which knows no such limit.'
+            )
+        start = Optimal()(chain, budget_bytes)
+        assert start.prediction is not None
+        most, n_bytes = start.prediction.extra_flops, budget_bytes or start.prediction.temp_bytes
+        bound = self._bound(chain, n_bytes, most)
+        runs, is_optimal = None, bound >= most * (1 - 2 * PROOF)
+        if not is_optimal:
+            runs, is_optimal = self._better(chain, n_bytes, most)
+        if runs is not None:
+            start = plan_from_runs(chain, runs, budget=start.budget, planner="milp")
+        assert start.prediction is not None
+        return start.replace(
+            planner="milp", is_optimal=is_optimal, lower_bound=min(bound, start.prediction.extra_flops)
+        )
+
+    def _bound(self, chain: Chain, budget_bytes: int, most: float) -> float:
+        """What no schedule that fits is below; a hair under `most` where none is cheaper than that."""
+        if most == 0:
+            return 0.0
+        program, below = Schedules(chain, budget_bytes), most * (1 - PROOF)
+        relaxed = program.solve(is_relaxed=True, seconds=self.seconds / 2)
+        whole = program.solve(most=below, seconds=self.seconds / 2)
+        return min(max(relaxed.bound if relaxed.is_proved else 0.0, whole.bound) * (1 - PROOF), below)
+
+    def _better(self, chain: Chain, budget_bytes: int, most: float) -> tuple[tuple[Run, ...] | None, bool]:
+        """Runs that execute less again than `most`, if any were found, and whether nothing is better."""
+        program = Regions(chain, budget_bytes)
+        found = program.solve(most=most * (1 - PROOF), seconds=self.seconds / 2)
+        if found.values is None:
+            return None, found.is_proved
+        runs = runs_of(program, found.values)
+        prediction = predict(chain, runs)
+        is_better = prediction.temp_bytes <= budget_bytes and prediction.extra_flops < most
+        if not is_better or depth(runs) > Optimal().max_depth:
+            return None, False
+        return runs, found.is_proved

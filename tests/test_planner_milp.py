@@ -1,0 +1,270 @@
+"""`milp`: its programs against brute force and on a machine of their own, its bounds, and `optimal` against it."""
+
+import random
+import statistics
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import zoo
+from machine import Machine, all_runs, random_chain, uniform
+
+from jaxsub.chain import Chain, Crossing, Run, Stage, predict
+from jaxsub.errors import InfeasibleBudgetError, PlannerError
+from jaxsub.planners import get
+from jaxsub.planners.checkmate import Schedules, Solved
+from jaxsub.planners.milp import MAX_STAGES, Milp, least_flops
+from jaxsub.planners.nested import Regions, runs_of
+from jaxsub.planners.optimal import Optimal, solve
+from jaxsub.pricing import Pricer
+from jaxsub.program import trace
+from jaxsub.targets import get_target
+from jaxsub.verify import cut_choices
+
+CLOSE = 1e-4  # the solver's tolerance, on figures of small whole numbers
+
+
+def small(seed: int, most: int = 5) -> Chain:
+    rng = random.Random(seed)
+    return random_chain(rng.randint, rng.randint(1, most))
+
+
+def is_bare(runs: tuple[Run, ...]) -> bool:
+    """Whether some nest holds a single nest or a single region, which is never better than what it holds."""
+    lone = [r.children[0] for r in runs if len(r.children) == 1]
+    return any(c.option is not None or c.children for c in lone) or any(is_bare(r.children) for r in runs)
+
+
+def points(chain: Chain) -> list[tuple[int, float]]:
+    """Predicted bytes and extra FLOPs of every plan there is."""
+    found = (predict(chain, runs) for runs in all_runs(chain) if not is_bare(runs))
+    return [(p.temp_bytes, p.extra_flops) for p in found]
+
+
+def budgets(found: list[tuple[int, float]]) -> list[int]:
+    return sorted({n_bytes for n_bytes, _ in found})[::4]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_program_of_plans_equals_brute_force(seed):
+    """At every budget the cheapest of all plans is found, and reads back as runs that fit and cost as much."""
+    chain = small(seed)
+    found = points(chain)
+    for budget_bytes in budgets(found):
+        program = Regions(chain, budget_bytes)
+        solved = program.solve()
+        assert solved.is_proved
+        assert solved.flops == pytest.approx(min(f for b, f in found if b <= budget_bytes), abs=CLOSE)
+        runs = runs_of(program, solved.values)
+        assert predict(chain, runs).extra_flops == pytest.approx(solved.flops, abs=CLOSE)
+        assert Machine(chain).execute(runs).peak_bytes <= budget_bytes
+
+
+def executed(program: Schedules, solved: Solved) -> tuple[int, float]:
+    """Execute a schedule of Checkmate's step by step: its peak in bytes and what it executes again.
+
+    Buffers are sets of names; nothing is asked of the program but which of its variables are 1.
+    """
+    chain, n, last = program.chain, len(program.chain.stages), len(program.chain.stages) - 1
+    on = {key for key, v in program.at.items() if solved.values[v] > 0.5}
+    chosen = {w.stop - 1: (o, w) for o, w in enumerate(program.modes) if ("Z", (o,)) in on}
+    state = SimpleNamespace(values=set(), kept=set(), peak=0, flops=0.0)
+
+    def note(extra: int) -> None:
+        held = sum(program.crossings[c].n_bytes for c in state.values)
+        held += sum(program.modes[o].stored_bytes for o in state.kept)
+        state.peak = max(state.peak, held + extra)
+
+    def read(s: int) -> set[int]:
+        return {c for c, x in enumerate(program.crossings) if x.made < s <= x.last}
+
+    def step(s: int, wanted: set[int], kept: set[int], around: int) -> None:
+        """One forward step; `wanted` and `kept` are what is still wanted after the steps that follow."""
+        assert read(s) <= state.values, f"stage {s} lacks what it reads"
+        note(chain.stages[s].forward_bytes + around)
+        state.values |= {c for c, x in enumerate(program.crossings) if x.made == s}
+        state.kept |= {o for o in kept if program.modes[o].stop == s + 1}
+
+    def keep(values: set[int], steps: list[int], done: int) -> None:
+        later = set().union(*(read(s) for s in steps if s > done)) if steps else set()
+        state.values &= values | later
+
+    def held(kind: str, t: int) -> set[int]:
+        return {key[1] for name, key in on if name == kind and key[0] == t}
+
+    def kept_at(t: int) -> set[int]:
+        fixed = {o for o, w in chosen.values() if w.stored_bytes and not w.is_remade and w.stop - 1 <= t}
+        return held("K", t) | fixed
+
+    forward = list(range(chosen[last][1].start if last in chosen else n))
+    forward = [s for s in forward if s < last]
+    for s in forward:
+        keep(held("S", last), forward, s - 1)
+        step(s, held("S", last), kept_at(last), 0)
+    for t in reversed(range(n)):
+        state.values &= held("S", t)
+        state.kept &= kept_at(t)
+        again = sorted(i for name, key in on if name == "R" and key[0] == t for i in key[1:])
+        end = {c for c in held("E", t) if program.crossings[c].made < t}
+        for s in again:
+            keep(end | {c for c in held("S", t) if program.crossings[c].made >= s}, again, s - 1)
+            step(s, end, held("RK", t), chain.held_bytes(t + 1))
+            state.flops += chain.stages[s].forward_flops
+        state.values &= end
+        if t in chosen:
+            o, mode = chosen[t]
+            assert read(mode.start) <= state.values, f"the backward pass of stage {t} lacks what it reads"
+            assert not mode.stored_bytes or o in state.kept
+            state.kept -= {o}
+            state.kept &= kept_at(t - 1)
+            note(mode.back_bytes)
+            state.flops += mode.flops
+    return state.peak, state.flops
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_schedules_can_be_executed_and_bound_plans(seed):
+    """Checkmate's cheapest schedule runs in its budget at its price; no plan is cheaper; the relaxation is below."""
+    chain = small(seed)
+    found = points(chain)
+    for budget_bytes in budgets(found):
+        program = Schedules(chain, budget_bytes)
+        solved = program.solve()
+        peak, flops = executed(program, solved)
+        assert peak <= budget_bytes
+        assert flops == pytest.approx(solved.flops, abs=CLOSE)
+        assert solved.flops <= min(f for b, f in found if b <= budget_bytes) + CLOSE
+        assert least_flops(chain, budget_bytes) <= solved.flops + CLOSE
+
+
+def test_schedules_are_more_than_plans():
+    """Somewhere a schedule is cheaper than every plan: the bound is no plan in disguise."""
+    stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(9))
+    chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(8)))
+    assert Schedules(chain, 5).solve().flops < Regions(chain, 5).solve().flops - 0.5
+
+
+def test_no_schedule_fits_too_small_a_budget():
+    """Below what any schedule needs the bound is infinite."""
+    chain = uniform(4, keep_bytes=1, transient_bytes=3)
+    assert least_flops(chain, 1) == float("inf")
+    assert Schedules(chain, 1).solve().values is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_milp_is_never_worse_than_optimal(seed):
+    """Its plans fit, cost at most what `optimal`'s do, lie above their bound, and say whether they are proved."""
+    chain = random_chain(random.Random(seed).randint, 9)
+    plain, least = (predict(chain, runs).temp_bytes for runs in (chain.plain(), solve(chain).least()))
+    for share in (0.1, 0.5):
+        budget_bytes = int(least + share * (plain - least))
+        plan, other = Milp(20)(chain, budget_bytes), Optimal()(chain, budget_bytes)
+        assert plan.prediction.temp_bytes <= budget_bytes
+        assert plan.prediction.extra_flops <= other.prediction.extra_flops
+        assert 0 <= plan.lower_bound <= plan.prediction.extra_flops
+        assert plan.gap >= 0
+        assert plan.planner == "milp"
+        assert plan.is_optimal
+
+
+def test_milp_finds_what_slots_lose():
+    """Where the tables of `optimal` are coarse, the program of plans finds the cheaper plan."""
+    chain = random_chain(random.Random(5).randint, 9)
+    runs, better = solve(chain, slots=3).least(), 0
+    for budget_bytes in range(predict(chain, runs).temp_bytes, predict(chain, chain.plain()).temp_bytes, 4):
+        coarse = predict(chain, solve(chain, slots=3).runs(budget_bytes)).extra_flops
+        found, is_proved = Milp(20)._better(chain, budget_bytes, coarse)
+        if found is not None:
+            better += 1
+            assert is_proved
+            assert predict(chain, found).extra_flops < coarse
+    assert better
+
+
+def test_milp_without_time_is_optimal_without_proof():
+    """When the solver has no time, what comes back is `optimal`'s plan, with a bound that holds and no proof."""
+    chain = random_chain(random.Random(1).randint, 30)
+    plain, least = (predict(chain, runs).temp_bytes for runs in (chain.plain(), solve(chain).least()))
+    budget_bytes = least + (plain - least) // 4
+    plan, other = Milp(1e-3)(chain, budget_bytes), Optimal()(chain, budget_bytes)
+    assert plan.prediction == other.prediction
+    assert not plan.is_optimal
+    assert plan.lower_bound < plan.prediction.extra_flops
+
+
+def test_milp_refuses_in_words():
+    """Too many stages, budgets that nothing fits, and no time at all are refused."""
+    stages = tuple(Stage(s, s + 1) for s in range(MAX_STAGES + 1))
+    with pytest.raises(PlannerError, match=r"at most 60 stages, and this one has 61\. Pass planner=\"optimal\""):
+        Milp()(Chain(stages, (), ()), 10)
+    assert least_flops(Chain(stages, (), ()), 10) is None
+    with pytest.raises(InfeasibleBudgetError):
+        Milp()(uniform(4, transient_bytes=3), 1)
+    with pytest.raises(ValueError, match="some time, got seconds=0"):
+        Milp(0)
+    assert get("milp(5)") == Milp(5)
+
+
+def test_the_bound_of_sixty_stages_is_close():
+    """A deep network of equal stages: the relaxation is within a tenth of a forward pass of the plan."""
+    stages = tuple(Stage(s, s + 1, forward_bytes=1, transient_bytes=4, keep_bytes=6, keep_transient_bytes=7)
+                   for s in range(MAX_STAGES))  # fmt: skip
+    chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 2) for s in range(MAX_STAGES - 1)))
+    plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes // 4)
+    bound = least_flops(chain, plan.prediction.temp_bytes, seconds=120)
+    assert 0 < bound <= plan.prediction.extra_flops <= bound + 0.1 * chain.forward_flops
+
+
+def network(model: zoo.Model) -> Chain:
+    """A model at toy size, from shapes alone."""
+    loss, init = model.build(**model.toy_size)
+    return chain_of(loss, jax.eval_shape(init, jax.random.key(0)))
+
+
+def chain_of(loss, args) -> Chain:
+    program = trace(loss, args, {})
+    return Pricer(program, get_target(None), is_compiled=False).chain(cut_choices(program)[0])
+
+
+def random_dag(seed: int):
+    """A network of 8 to 14 layers of random widths, some of which read an earlier one too."""
+    rng = random.Random(seed)
+    n = rng.randint(8, 14)
+    widths = [rng.choice((16, 32, 64)) for _ in range(n + 1)]
+    reads = [sorted({i, *(rng.randrange(i + 1) for _ in range(rng.random() < 0.4))}) for i in range(n)]
+
+    def loss(ws, x):
+        made = [x]
+        for w, read in zip(ws, reads, strict=True):
+            made.append(jnp.tanh(jnp.concatenate([made[j] for j in read], axis=1) @ w))
+        return jnp.mean(made[-1] ** 2)
+
+    shapes = [(sum(widths[j] for j in read), widths[i + 1]) for i, read in enumerate(reads)]
+    return loss, ([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+                  jax.ShapeDtypeStruct((256, widths[0]), jnp.float32))  # fmt: skip
+
+
+def over_milp(chain: Chain, seconds: float) -> list[float]:
+    """By what share `optimal` executes more again than the cheapest schedule found, at 5 budgets."""
+    solution, over = solve(chain), []
+    plain, least = (predict(chain, runs).temp_bytes for runs in (chain.plain(), solution.least()))
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        budget_bytes = int(least + share * (plain - least))
+        flops = predict(chain, solution.runs(budget_bytes)).extra_flops
+        found = Schedules(chain, budget_bytes).solve(most=flops * (1 - 1e-6), seconds=seconds) if flops else None
+        over.append(flops / min(flops, found.flops) - 1 if found is not None else 0.0)
+    return over
+
+
+@pytest.mark.parametrize("name", ["chain", "gpt", "resnet", "unet", "vit"])
+def test_optimal_is_near_every_schedule_on_networks(name):
+    """On the zoo's networks no schedule executes 5 % less again than `optimal`, at 5 budgets each."""
+    assert max(over_milp(network(zoo.BY_NAME[name]), seconds=2)) <= 0.05
+
+
+def test_optimal_is_near_every_schedule_on_some_dags():
+    """On random networks with skips `optimal` equals the cheapest schedule mostly."""
+    over = [share for seed in range(8) for share in over_milp(chain_of(*random_dag(seed)), seconds=20)]
+    assert statistics.median(over) == 0
+    assert sum(share > 0.05 for share in over) <= 0.1 * len(over)
