@@ -64,7 +64,7 @@ def main() -> None:
     """Train twice and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a small network and a few steps")
-    depth, dim, batch, n_steps = (6, 16, 256, 5) if parser.parse_args().toy else (16, 128, 4096, 20)
+    depth, dim, batch, n_steps = (4, 16, 256, 5) if parser.parse_args().toy else (16, 128, 4096, 20)
     print(__doc__, flush=True)
     rng = np.random.default_rng(0)
     batches = [tuple(rng.normal(size=(2, batch, dim)).astype(np.float32)) for _ in range(n_steps)]
@@ -93,7 +93,7 @@ def main() -> None:
         shape = jax.ShapeDtypeStruct((n, dim), jnp.float32)
         return planned, (params, state, shape, shape)
 
-    print(jaxsub.max_batch(step_for_batch, memory=report.plain_bytes, multiple_of=batch // 8, donate_argnums=(0, 1)))
+    print(jaxsub.max_batch(step_for_batch, memory=report.plain_bytes, multiple_of=batch // 4, donate_argnums=(0, 1)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxsub import compat, sites
 from jaxsub.api import AnyCache, type_of
@@ -117,6 +118,7 @@ class Step:
         numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
         names = (names,) if isinstance(names, str) else tuple(names or ())
         self._statics = Statics.of(fun, numbers, names)
+        self._shardings = jit_kwargs.get("in_shardings")
         self._ready: dict[Any, tuple[Any, StepReport]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +151,9 @@ class Step:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
-        key = (statics, tree, tuple(map(_placed_type, leaves)), compat.trace_context())
+        are_told = self._shardings is not None and None not in jax.tree.leaves(self._shardings, is_leaf=_is_none)
+        types = tuple(_placed_type(leaf)[: 1 if are_told else 2] for leaf in leaves)
+        key = (statics, tree, types, compat.trace_context())
         if key not in self._ready:
             self._ready[key] = self._size(args, kwargs)
         return self._ready[key]
@@ -216,6 +220,9 @@ class Step:
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         numbers = [i for i in range(len(args)) if i not in self._statics.argnums]
+        if self._shardings is not None:
+            told = jax.tree.broadcast(self._shardings, tuple(dynamic_args), is_leaf=_is_none)
+            dynamic_args = jax.tree.map(_spread, tuple(dynamic_args), told, is_leaf=_is_none)
         return held_by(
             dynamic_args, dynamic_kwargs, [self._name(i) for i in numbers], attempt.run.trace(*args, **kwargs)
         )
@@ -248,10 +255,18 @@ def device_bytes(target: Target) -> int:
     return int(found["bytes_limit"])
 
 
-def _placed_type(leaf: Any) -> Any:
-    """What of an argument a step's memory depends on: shape, dtype, and how it is spread over devices."""
+def _placed_type(leaf: Any) -> tuple[Any, Any]:
+    """What of an argument a step's memory depends on: shape and dtype, and how it is spread over devices."""
     if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "dtype"):
-        return type_of(leaf)
+        return type_of(leaf), None
     sharding = getattr(leaf, "sharding", None)
     spread = None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding
-    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), spread
+    return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)), spread
+
+
+def _spread(leaf: Any, sharding: Any) -> Any:
+    return leaf if sharding is None else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
