@@ -29,8 +29,8 @@ from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 from jaxsub.ways import Conditional, Loop, Way, walk
 
-LOOP_RIVALS = 2
-"""Ways to run a loop that are compiled together with one that a plan uses."""
+NEAR_BYTES = 1.3
+"""Ways to run a loop that are said to need less than this share of another are compiled together with it."""
 
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
@@ -118,19 +118,27 @@ class Pricer:
         return self._price(jobs) > 0
 
     def _loop_jobs(self, loop: Way) -> Iterator[Job]:
-        """The way a loop runs, and while that is not priced its rivals: those that run less again and need little."""
+        """The way a loop runs, and while that is not priced its rivals among those that run less again.
+
+        One is that which needs least, the other that which runs least again and may need little more than the way.
+        """
         used, run = replace(loop, node=0), (loop.node, loop.node + 1)
         yield "loop", *run, used
+        if self._key("loop", *run, used) in self._prices:
+            return
         ways = self._ways.get(self._kind(*run), ())
-        most = max((w.again_flops for w in ways if replace(w.loop, node=0) == used), default=0.0)
+        chosen = next((w for w in ways if replace(w.loop, node=0) == used), None)
         rivals = [
             w
             for w in ways
-            if w.again_flops <= most and self._key("loop", *run, replace(w.loop, node=0)) not in self._prices
+            if chosen is not None and w.again_flops < chosen.again_flops
+            if self._key("loop", *run, replace(w.loop, node=0)) not in self._prices
         ]
-        if self._key("loop", *run, used) not in self._prices:
-            for way in sorted(rivals, key=lambda w: w.transient_bytes)[:LOOP_RIVALS]:
-                yield "loop", *run, replace(way.loop, node=0)
+        if chosen is not None and rivals:
+            near = [w for w in rivals if w.transient_bytes <= NEAR_BYTES * chosen.transient_bytes]
+            least = min(rivals, key=lambda w: w.transient_bytes)
+            cheapest = min(near, key=lambda w: w.again_flops, default=least)
+            yield from (("loop", *run, replace(w.loop, node=0)) for w in (least, cheapest))
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Single stages, and longer regions of kinds that occur more than once: the others are not worth a trace."""

@@ -55,9 +55,11 @@ class Loop:
         saved: What such a step saves, as offsets from the first value its body makes.
         kept_steps: How many of the steps executed last stand outside all blocks and keep what their backward pass
             reads.
-        kept_saved: What each of those saves, in a region of its own; where empty, they keep whatever the compiler
+        kept_saved: What each of those saves, in a region of its own; where `None`, they keep whatever the compiler
             likes.
         inside: How its body runs.
+        begin: The node of its body that steps begin at: what stands before it is executed once before the loop, what
+            follows it once more after the loop. Offsets and `inside` are those of the body so turned round.
     """
 
     node: int
@@ -65,8 +67,9 @@ class Loop:
     is_recomputed: bool = False
     saved: tuple[int, ...] = ()
     kept_steps: int = 0
-    kept_saved: tuple[int, ...] = ()
+    kept_saved: tuple[int, ...] | None = None
     inside: Inside = Inside()
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,11 @@ WAYS = (
     Loop(0, (3,), is_recomputed=True, saved=(0,), kept_steps=4),
     Loop(0, (3,), kept_steps=2, kept_saved=(0,)),
 )
+TURNED = (
+    Loop(0, (), True, begin=1),
+    Loop(0, (5, 2), True, begin=1),
+    Loop(0, (3,), True, kept_steps=4, kept_saved=(), begin=1),
+)
 
 
 def looped(f, way, *args):
@@ -171,7 +176,9 @@ def assert_same(f, g, *args):
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
 
 
-CASES = [(f, way) for f in VARIANTS for way in (WAYS if f in (backwards, nested) else WAYS[2::2])]
+TURNED_CASES = [(f, TURNED[i % 3]) for i, f in enumerate(VARIANTS) if f not in (around_dense, carried_through)]
+TURNED_CASES += [(carried_through, TURNED[1]), (backwards, TURNED[0]), (backwards, TURNED[2])]
+CASES = TURNED_CASES + [(f, way) for f in VARIANTS for way in (WAYS if f in (backwards, nested) else WAYS[2::2])]
 
 
 @pytest.mark.parametrize(("f", "way"), CASES)
@@ -187,16 +194,16 @@ def test_the_comparison_can_fail():
 
 
 @settings(max_examples=25, deadline=None)
-@given(length=st.integers(2, 13), sizes=st.lists(st.integers(2, 12), max_size=3), again=st.booleans(),
-       share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
-def test_any_length_and_any_blocks(length, sizes, again, share, reverse):
+@given(length=st.integers(2, 13), begin=st.integers(0, 2), sizes=st.lists(st.integers(2, 12), max_size=3),
+       again=st.booleans(), share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
+def test_any_length_and_any_blocks(length, begin, sizes, again, share, reverse):
     """Blocks that do not divide the length leave a remainder, which is run too."""
 
     def f(ws, x):
         x, sums = lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x**2)), x, ws, reverse=reverse)
         return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(length))
 
-    way = Loop(0, tuple(sorted(set(sizes), reverse=True)), again, kept_steps=int(share * length))
+    way = Loop(0, tuple(sorted(set(sizes), reverse=True)), again, kept_steps=int(share * (length - 1)), begin=begin)
     assert_same(f, looped(f, way, WS[:length], X), WS[:length], X)
 
 
@@ -261,7 +268,7 @@ def test_what_is_not_worth_planning_is_left_alone():
 
 def test_a_plan_with_loops_is_stored_and_loaded():
     """JSON brings back the same loops, those inside loops too."""
-    loops = (Loop(3, (8, 2), True, (1, 4), 5, (0,), Inside((Segment(0, 2, (1,)),), (2,), (Loop(1, (), True),))),)
+    loops = (Loop(3, (8, 2), True, (1, 4), 5, (0,), inside=Inside((Segment(0, 2, (1,)),), (2,), (Loop(1, (), True),))),)
     plan = Plan("f", Budget(), 9, loops=loops)
     assert Plan.from_json(plan.to_json()) == plan
     assert "blocks of 8 of 2" in str(plan)

@@ -3,7 +3,8 @@
 A scan over L steps is L equal stages. Ways to run it are made of four things: what a step saves, from everything to
 named values of its body (the min-cut of `jaxsub.options`, on the body) to nothing but its carry; the sizes of nested
 blocks of steps, each executed again from its first carry; how many of the last steps stay outside and keep what they
-make; and a plan inside the body, of its stages and of the loops in it. All are estimated by counting, here:
+make; a plan inside the body, of its stages and of the loops in it; and where in the body steps begin (`rotate`).
+All are estimated by counting, here:
 
     kept        carries at the starts of the outermost blocks, and what the steps outside them keep
     transient   the kept, then for each level the carries it starts from and the gradients of slices of xs it copies,
@@ -29,8 +30,10 @@ from jaxsub.flops import Flops, flops_of
 from jaxsub.loops.find import find_loops
 from jaxsub.loops.inside import BodyChain, body_plans
 from jaxsub.loops.rewrite import body_program, with_loops
+from jaxsub.loops.rotate import best_place, rotated
 from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
+from jaxsub.stages import FEW_COSTLY
 from jaxsub.ways import Inside, Loop
 
 RATIOS = (math.sqrt(2), 2.0, 4.0)
@@ -80,6 +83,7 @@ class _Body:
     """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs."""
 
     node: int
+    begin: int
     length: int
     carry_bytes: int
     slice_bytes: int
@@ -105,19 +109,38 @@ def loop_choices(
         The choices, the one that executes least again first, the plain loop not among them. Their loops' node is
         `node`.
     """
-    body = _body(program, node, step_bytes, body_chain)
-    sizes = _block_sizes(body.length)
-    whole = _pareto([(_choice(body, step, blocks, 0, body.plain), step) for step in body.steps for blocks in sizes])
-    found = [*whole]
-    for c, step in whole:
-        if len(c.loop.blocks) == 1:
-            found += [(tailed, step) for tailed in _tailed(body, step, c.loop.blocks)]
-    return tuple(c for c in _thinned([c for c, _ in _pareto(found)]) if c.loop != Loop(node))
+    found: list[LoopChoice] = []
+    for body in _bodies(program, node, step_bytes, body_chain):
+        sizes = _block_sizes(body.length)
+        whole = _pareto([_choice(body, step, blocks, 0, body.plain) for step in body.steps for blocks in sizes])
+        found += whole
+        for c in whole:
+            if len(c.loop.blocks) == 1:
+                step = next(
+                    s for s in body.steps if replace(c.loop, blocks=()) == Loop(node, begin=body.begin, **s.fields)
+                )
+                found += _tailed(body, step, c.loop.blocks)
+    return tuple(c for c in _thinned(_pareto(found)) if c.loop != Loop(node))
 
 
-def _body(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None) -> _Body:
+def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None) -> Iterator[_Body]:
+    """The loop as it stands, and begun in mid-step where its body is small."""
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
+    length, begin = eqn.params["length"], best_place(body)
+    yield _body(body, node, length, (n_consts, n_carry), step_bytes, body_chain)
+    ys_bytes = sum(aval_bytes(v.aval) for v in body.outvars[n_carry:])
+    carry_bytes = sum(aval_bytes(v.aval) for v in body.outvars[:n_carry])
+    n_costly = sum(n.is_costly for n in body.graph.nodes)
+    if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
+        turned = rotated(body, n_consts, n_carry, begin)
+        found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None)
+        yield replace(found, begin=begin)
+
+
+def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step_bytes: StepBytes | None,
+          body_chain: BodyChain | None) -> _Body:  # fmt: skip
+    n_consts, n_carry = n_inputs
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
     sizes = [aval_bytes(v.aval) for v in body.invars]
     carry = range(n_consts, n_consts + n_carry)
@@ -134,7 +157,8 @@ def _body(program: Program, node: int, step_bytes: StepBytes | None, body_chain:
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
     return _Body(
         node=node,
-        length=eqn.params["length"],
+        begin=0,
+        length=length,
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
         slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
@@ -218,7 +242,8 @@ def _near(size: float, length: int) -> int:
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
     """All steps in blocks but the last ones."""
     for tail in body.steps:
-        if tail.fields["inside"] == Inside() and (tail is body.plain or tail.fields["saved"]):
+        is_cheap = tail.again_flops < NEAR_FLOPS * body.flops
+        if tail.fields["inside"] == Inside() and (tail is body.plain or tail.fields["saved"] or is_cheap):
             for kept_steps in sorted({round(share * body.length) for share in KEPT_SHARES} - {0, body.length}):
                 yield _choice(body, step, blocks, kept_steps, tail)
 
@@ -238,21 +263,21 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     transient = kept + max(sum(starts[1:]) + copies + inside, tail.transient_bytes if kept_steps else 0)
     again = n * (levels * body.flops + step.again_flops) + kept_steps * tail.again_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
-                kept_saved=tail.fields.get("saved", ()) if kept_steps else (), **step.fields)  # fmt: skip
+                kept_saved=tail.fields.get("saved") if kept_steps else None, begin=body.begin,
+                **step.fields)  # fmt: skip
     return LoopChoice(loop, kept, transient, again)
 
 
-def _pareto(found: Sequence[tuple[LoopChoice, _Step]]) -> list[tuple[LoopChoice, _Step]]:
+def _pareto(found: Sequence[LoopChoice]) -> list[LoopChoice]:
     """Those of which no other is at least as good in all three."""
-    best: list[tuple[LoopChoice, _Step]] = []
+    best: list[LoopChoice] = []
 
-    def rank(found: tuple[LoopChoice, _Step]) -> tuple[float, ...]:
-        c = found[0]
-        return c.again_flops, c.transient_bytes, c.kept_bytes, c.loop.kept_steps
+    def rank(c: LoopChoice) -> tuple[float, ...]:
+        return c.again_flops, c.transient_bytes, c.kept_bytes, c.loop.kept_steps, c.loop.begin
 
-    for c, step in sorted(found, key=rank):
-        if not any(b.kept_bytes <= c.kept_bytes and b.transient_bytes <= c.transient_bytes for b, _ in best):
-            best.append((c, step))
+    for c in sorted(found, key=rank):
+        if not any(b.kept_bytes <= c.kept_bytes and b.transient_bytes <= c.transient_bytes for b in best):
+            best.append(c)
     return best
 
 

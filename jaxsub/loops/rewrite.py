@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
+from jaxsub.loops.rotate import Rotated, rotated
 from jaxsub.options import run_function
 from jaxsub.program import Program, flatten_jaxpr, program_of
 from jaxsub.regions import with_regions
@@ -114,7 +115,7 @@ def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
     """A body or branch as a function of its inputs, run as said."""
     function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="")
     dtypes = [a.aval.dtype for a in body.outvars]
-    return lambda *args: [jnp.asarray(o, d) if not hasattr(o, "dtype") else o
+    return lambda *args: [o if isinstance(o, jax.Array) else jnp.asarray(o, d)
                           for o, d in zip(function(*body.consts, *args), dtypes, strict=True)]  # fmt: skip
 
 
@@ -141,35 +142,58 @@ class _Scan:
     loop: Loop
     step: Step
     kept_step: Step
+    turned: Rotated | None
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn = program.eqns[loop.node]
-        body = body_program(program, loop.node)
+        eqn, body = program.eqns[loop.node], body_program(program, loop.node)
         n_consts, n_carry = compat.scan_sizes(eqn)
-        is_split = bool(loop.blocks or loop.kept_steps)
+        turned = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
+        ahead: tuple[int, ...] = ()
+        if turned is not None:
+            shift = (1, 0) if eqn.params["reverse"] else (0, 1)
+            ahead = (shift[0],) * len(turned.here) + (shift[1],) * len(turned.ahead)
+            body, n_carry = turned.body, turned.n_carry
+        is_split = bool(loop.blocks or loop.kept_steps or turned)
         plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
-        step = _indexed(plain, n_consts) if is_split else plain
-        kept = _region(_indexed(named, n_consts), loop.kept_saved) if loop.kept_saved else named
-        return cls(eqn, loop, _region(step, loop.saved) if loop.is_recomputed else step, kept)
+        step = _indexed(plain, n_consts, ahead) if is_split else plain
+        if loop.kept_saved is not None:
+            named = _region(_indexed(named, n_consts, ahead), loop.kept_saved)
+        return cls(eqn, loop, _region(step, loop.saved) if loop.is_recomputed else step, named, turned)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
-        length, loop = self.eqn.params["length"], self.loop
+        length, turned = self.eqn.params["length"], self.turned
         consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
         carry, xs = rest[:n_carry], rest[n_carry:]
-        if not loop.blocks and not loop.kept_steps:
-            carry, ys = self._scan(self.step, consts, carry, xs, length)
+        if turned is None:
+            carry, ys = self._run(consts, carry, xs, xs, length)
             return (*carry, *ys)
+        first, last = (-1, 0) if self.eqn.params["reverse"] else (0, -1)
+        here, ahead = (slice(1, None), slice(-1)) if self.eqn.params["reverse"] else (slice(-1), slice(1, None))
+        parts = (*(xs[i][here] for i in turned.here), *(xs[i][ahead] for i in turned.ahead))
+        wholes = tuple(xs[i] for i in (*turned.here, *turned.ahead))
+        carry = turned.first(consts, carry, tuple(x[first] for x in xs))
+        carry, ys = self._run(consts, carry, wholes, parts, length - 1)
+        results = turned.last(consts, carry, tuple(x[last] for x in xs))
+        results = tuple(r if isinstance(r, jax.Array) else jnp.asarray(r, v.aval.dtype)
+                        for r, v in zip(results, self.eqn.outvars, strict=True))  # fmt: skip
+        return (*results[:n_carry], *self._joined(ys, tuple(y[None] for y in results[n_carry:])))
+
+    def _run(self, consts: Values, carry: Values, wholes: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        """Run all steps; `xs` are slices of `wholes`."""
+        loop = self.loop
+        if not loop.blocks and not loop.kept_steps and self.turned is None:
+            return self._scan(self.step, consts, carry, xs, length)
         n_head = length - loop.kept_steps
-        known = (*consts, *xs)
+        known = (*consts, *wholes)
         head, tail = self._parts((jnp.arange(length), *xs), n_head, length)
         carry, ys = self._blocks(known, carry, head, n_head, loop.blocks)
         if n_head < length:
-            known, tail = (known, tail) if loop.kept_saved else (consts, tail[1:])
+            known, tail = (consts, tail[1:]) if loop.kept_saved is None else (known, tail)
             carry, more = self._scan(self.kept_step, known, carry, tail, length - n_head)
             ys = self._joined(ys, more)
-        return (*carry, *ys)
+        return carry, ys
 
     def _blocks(
         self, consts: Values, carry: Values, xs: Values, length: int, sizes: Sequence[int]
@@ -214,7 +238,7 @@ class _Scan:
         return tuple(jnp.concatenate(pair) for pair in pairs)
 
 
-def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int]) -> Step:
+def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None) -> Step:
     """The body as a function, run as said, or with some of its values named."""
     function = _named(body, saved) if saved else _planned(body, inside)
 
@@ -242,12 +266,16 @@ def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
     return named
 
 
-def _indexed(step: Step, n_consts: int) -> Step:
-    """A step that is given its index with its slices, and reads the whole xs, which follow on the constants, there."""
+def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
+    """A step that is given its index with its slices, and reads the whole xs, which follow on the constants, there.
+
+    `ahead` says how far from its index it reads each of them.
+    """
 
     def at_index(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        parts = tuple(_at(whole, x[0], part) for whole, part in zip(consts[n_consts:], x[1:], strict=True))
-        return step(consts[:n_consts], carry, parts)
+        wholes = consts[n_consts:]
+        parts = zip(wholes, ahead or (0,) * len(wholes), x[1:], strict=True)
+        return step(consts[:n_consts], carry, tuple(_at(whole, x[0] + n, part) for whole, n, part in parts))
 
     return at_index
 
