@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -172,7 +173,7 @@ def sublinear(
 
 def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
          mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
-         cache: AnyCache = True, progress: bool = True, profile: bool | str = False,
+         cache: AnyCache = True, progress: bool = True, profile: bool | str = False, bound: bool = False,
          **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
 
@@ -188,6 +189,8 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         cache: As for `sublinear`.
         progress: As for `sublinear`.
         profile: As for `sublinear`.
+        bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
+            `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -208,6 +211,7 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
     """
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
                         argnums=argnums, cache=cache, progress=progress, profile=profile)  # fmt: skip
+    wrapped.settings = replace(wrapped.settings, bound=bound)
     found: Plan = wrapped.plan(*args, **kwargs)
     return found
 

@@ -88,7 +88,9 @@ class Plan:
         measurement: What the compiler reported; `None` before it is verified.
         plain_measurement: What the compiler reported of the program without it.
         is_optimal: Whether the planner proved it optimal in its memory model.
-        lower_bound: A certified lower bound on `prediction.extra_flops` at its budget, where known.
+        lower_bound: A certified lower bound on `prediction.extra_flops`, in the same unit, for any schedule of the
+            same stages that needs no more memory; `None` where nobody asked (`jaxsub.plan(..., bound=True)` or
+            `planner="milp"`). That of `jaxsub.planners.milp`, Checkmate's linear relaxation.
         holdings: What it keeps, largest first, in words.
         equations: Four hexadecimal digits for each equation of the program it was made for, to name the first that
             differs where it is refused; empty where nobody noted them.

@@ -23,6 +23,7 @@ from jaxsub.emit import keep_out
 from jaxsub.errors import JaxsubError, UnsupportedError
 from jaxsub.plan import Plan
 from jaxsub.planners import Planner, get
+from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
 from jaxsub.shelf import find_plan, put_plan, shelf_key
@@ -48,6 +49,7 @@ class Settings:
     cache: bool | str | os.PathLike[str] | Store = True
     progress: bool = True
     profile: bool | str = False
+    bound: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.profile, bool) or self.profile == "roofline"):
@@ -99,17 +101,19 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     with Progress(settings.progress) as step:
         pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile)
         verifier = verifying.Verifier(pricer)
-        planner, cuts = once(program, get(settings.planner)), cuts_of(program)
+        planner, cuts = Bounded(once(program, get(settings.planner))), cuts_of(program)
         if budget == Budget():
             plan = verifying.settle(pricer, cuts[0], planner, None)
             if settings.verify:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
-            return verifying.finish(program, plan, budget)
-        if settings.verify is False:
-            return _trusted(program, pricer, planner, cuts[0], budget)
-        plain = verifier.measure(verifier.plain())
-        n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
-        return verifying.fit(verifier, planner, budget, n_bytes, cuts)
+            plan = verifying.finish(program, plan, budget)
+        elif settings.verify is False:
+            plan = _trusted(program, pricer, planner, cuts[0], budget)
+        else:
+            plain = verifier.measure(verifier.plain())
+            n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
+            plan = verifying.fit(verifier, planner, budget, n_bytes, cuts)
+        return planner.bounded(plan) if settings.bound else plan
 
 
 def can_plan(program: Program) -> bool:

@@ -224,6 +224,7 @@ def test_a_plan_in_words():
         "predicted  peak 12.0 GiB -> 3.00 GiB (4.0x less)",
         "measured   peak 12.0 GiB -> 3.00 GiB (4.0x less)",
         "extra      50.0% of one forward pass in FLOPs",
+        "bound      at most 10.0% of a forward pass above the least possible",
         "recompute  7 of 9 equations, at most 2 times; 4 regions, 3 barriers",
         "keep         12 x  1.00 MiB  attention f32[8,16] (model.py:48)",
     ]

@@ -4,15 +4,17 @@ import random
 import statistics
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 import zoo
 from machine import Machine, all_runs, random_chain, uniform
 
+import jaxsub
 from jaxsub.chain import Chain, Crossing, Run, Stage, predict
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
-from jaxsub.planners import get
+from jaxsub.planners import get, milp
 from jaxsub.planners.checkmate import Schedules, Solved
 from jaxsub.planners.milp import MAX_STAGES, Milp, least_flops
 from jaxsub.planners.nested import Regions, runs_of
@@ -214,6 +216,45 @@ def test_the_bound_of_sixty_stages_is_close():
     plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes // 4)
     bound = least_flops(chain, plan.prediction.temp_bytes, seconds=120)
     assert 0 < bound <= plan.prediction.extra_flops <= bound + 0.1 * chain.forward_flops
+
+
+def tanh_layers(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+LAYERS = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 8, jax.ShapeDtypeStruct((128, 16), jnp.float32)
+
+
+@pytest.mark.parametrize("planner", ["chen", "optimal", "milp"])
+def test_plans_are_bounded_where_asked(planner):
+    """With `bound=True`, and always from `milp`, a plan says how far from the least it can be, in words too."""
+    plan = jaxsub.plan(tanh_layers, *LAYERS, budget=0.5, planner=planner, bound=True, verify=False)
+    assert 0 < plan.lower_bound <= plan.prediction.extra_flops
+    assert f"bound      at most {plan.gap:.1%} of a forward pass above the least possible" in str(plan).splitlines()
+    without = jaxsub.plan(tanh_layers, *LAYERS, budget=0.5, planner=planner, verify=False)
+    assert (without.gap is None) == (planner != "milp")
+    assert without.segments == plan.segments
+
+
+def test_a_bound_that_nobody_can_give_is_a_warning(monkeypatch):
+    """Where there are too many stages there is a plan, no bound, and a warning that says the limit."""
+    monkeypatch.setattr(milp, "MAX_STAGES", 5)
+    with pytest.warns(UserWarning, match=r"No lower bound was found: the program has \d+ stages, and .* at most 5"):
+        plan = jaxsub.plan(tanh_layers, *LAYERS, budget=0.5, bound=True, verify=False)
+    assert plan.gap is None
+    assert "bound " not in str(plan)
+
+
+def test_what_milp_plans_computes_the_same():
+    """A loss planned by `milp` fits its budget as compiled, and its gradient is the same."""
+    args = [jnp.full((16, 16), 0.05)] * 8, jnp.ones((128, 16))
+    f = jaxsub.sublinear(tanh_layers, budget=0.5, planner="milp(5)", cache=False)
+    plan = f.plan(*args)
+    assert plan.planner == "milp"
+    assert plan.measurement.temp_bytes <= 0.5 * plan.plain_measurement.temp_bytes
+    chex.assert_trees_all_close(jax.grad(f)(*args), jax.grad(tanh_layers)(*args), rtol=1e-5)
 
 
 def network(model: zoo.Model) -> Chain:

@@ -20,9 +20,11 @@ Source: Jain et al., *Checkmate* (MLSys 2020).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from jaxsub.chain import Chain, Run, predict
+from jaxsub.chain import Chain, Prediction, Run, predict
 from jaxsub.errors import PlannerError
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.checkmate import Schedules
@@ -66,6 +68,52 @@ def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS)
         return None
     found = Schedules(chain, budget_bytes).solve(is_relaxed=True, seconds=seconds)
     return found.bound * (1 - PROOF) if found.is_proved else None
+
+
+@dataclass(slots=True, eq=False)
+class Bounded:
+    """A planner whose plans can be given a lower bound afterwards: it remembers the chain that each was made on.
+
+    Attributes:
+        planner: The planner.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
+        >>> planner = Bounded(Optimal())
+        >>> plan = planner(Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2))), 9)
+        >>> plan.gap is None, round(planner.bounded(plan).gap, 2)
+        (True, 0.11)
+    """
+
+    planner: Callable[[Chain, int | None], Plan]
+    _chains: dict[Prediction, Chain] = field(init=False, default_factory=dict)
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain."""
+        plan = self.planner(chain, budget_bytes)
+        if plan.prediction is not None:
+            self._chains[plan.prediction] = chain
+        return plan
+
+    def bounded(self, plan: Plan) -> Plan:
+        """A plan with the lower bound of schedules that need no more memory than it is predicted to."""
+        if plan.prediction is None or plan.lower_bound is not None:
+            return plan
+        if plan.prediction.extra_flops == 0:
+            return plan.replace(lower_bound=0.0)
+        chain = self._chains.get(plan.prediction)
+        if chain is None:
+            return plan
+        found = least_flops(chain, plan.prediction.temp_bytes)
+        if found is None:
+            warnings.warn(
+                f"No lower bound was found: the program has {len(chain.stages)} stages, and bounds are for at most "
+                f"{MAX_STAGES} that the solver is done with in {BOUND_SECONDS:.0f} s.",
+                stacklevel=2,
+            )
+            return plan
+        return plan.replace(lower_bound=min(found, plan.prediction.extra_flops))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         share = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0)
         unit = "time" if plan.prediction.minimises == "seconds" else "FLOPs"
         yield f"extra      {share:.1%} of one forward pass in {unit}" + _measured_flops(plan)
+        if plan.gap is not None:
+            yield f"bound      at most {plan.gap:.1%} of a forward pass above the least possible"
         yield from _time_lines(plan.prediction)
     if plan.measurement is None:
         yield "           not verified by a compile"
