@@ -24,7 +24,7 @@ from jaxsub.options import Choice, TracedRun, choices, trace_run
 from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
-from jaxsub.stages import find_crossings, kind_of
+from jaxsub.stages import block_ends, find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 from jaxsub.ways import Conditional, Loop, Way, walk
@@ -90,10 +90,13 @@ class Pricer:
             The chain, for planners.
         """
         runs = list(pairwise(cuts))
-        self._price_stages(runs)
+        ends = block_ends(self.program.graph, cuts)[:-1]
+        blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
+        self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks])
         stages = tuple(self._stage(start, stop, cuts) for start, stop in runs)
         spans = [(s, s + size) for size in (1, *sizes) for s in range(len(runs) - size)]
-        wanted = self._worth(spans, cuts)
+        spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
+        wanted = dict.fromkeys((*self._worth(list(dict.fromkeys(spans)), cuts), *blocks))
         items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b])) for a, b in wanted]
         items += [
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
@@ -165,8 +168,8 @@ class Pricer:
             self._traced[kind] = (traced, choices(traced))
         return self._traced[kind]
 
-    def _price_stages(self, runs: Sequence[tuple[int, int]]) -> None:
-        jobs: list[Job] = []
+    def _price_stages(self, runs: Sequence[tuple[int, int]], blocks: Sequence[tuple[int, int]] = ()) -> None:
+        jobs: list[Job] = [("backward", *block, c.saved) for block in blocks for c in self._run(*block)[1]]
         for start, stop in runs:
             if self._is_pinned(start, stop):
                 continue
@@ -361,7 +364,9 @@ class Pricer:
 
     def anew(self) -> Pricer:
         """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
-        return replace(self)
+        fresh = replace(self)
+        fresh._traced, fresh._kinds, fresh._counted = self._traced, self._kinds, self._counted
+        return fresh
 
     def _recall(self, key: Any) -> int | None:
         found = self.store.get(self._text(key)) if self.store is not None else None

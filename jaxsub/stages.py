@@ -60,6 +60,25 @@ def find_cuts(
     return _merge(graph, sorted({*kept, *pinned}), pinned, max_stages)
 
 
+def shares_most_weights(graph: Graph) -> bool:
+    """Whether most bytes of the weights are read by many equations, as in an unrolled recurrent network."""
+    weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
+    shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
+    return 2 * shared > sum(v.n_bytes for v in weights)
+
+
+def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
+    """Stages at which blocks start, the number of stages last; none where each block is one stage.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+    """
+    blocks = set(find_cuts(graph))
+    ends = [stage for stage, node in enumerate(cuts) if node in blocks]
+    return [] if len(ends) == len(cuts) or shares_most_weights(graph) else ends
+
+
 def live_bytes(graph: Graph) -> np.ndarray:
     """Bytes that cross each position: made before node `p`, read at or after it; weights and outputs left out.
 

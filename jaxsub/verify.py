@@ -26,9 +26,10 @@ from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.loops import find_nested
 from jaxsub.plan import Holding, Measurement, Plan
 from jaxsub.planners import Planner
+from jaxsub.planners.held import Held
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
-from jaxsub.stages import find_cuts
+from jaxsub.stages import find_cuts, shares_most_weights
 from jaxsub.store import key_of
 from jaxsub.timeline import name_pieces, value_label
 
@@ -38,6 +39,10 @@ CLOSE = 0.96
 
 MARGIN = 0.003
 """Share of the budget to aim below it: without it the repair creeps up on the budget and misses by as much."""
+
+MUCH_AGAIN, LARGE, GAIN = 0.06, 0.25, 0.015
+"""Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
+this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
 
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
@@ -181,6 +186,7 @@ def fit(
     plain = verifier.plain()
     if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
         return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
+    planner = Held(planner)
     cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
     if not search.run(cuts, MOST_COMPILES - 1):
@@ -249,16 +255,35 @@ class _Search:
 
 
 def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The first way to cut on which the planner predicts to fit, or else the one on which it needs least."""
+    """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
+
+    Where that way executes much again, stages whose own backward pass takes much of the budget are cut as finely as
+    any way cuts them, if that is predicted to pay.
+    """
     least: list[tuple[int, Sequence[int]]] = []
     for cuts in choices:
+        chain = pricer.anew().chain(cuts)
         try:
-            planner(pricer.anew().chain(cuts), budget_bytes)
+            again = _share_again(planner(chain, budget_bytes))
         except InfeasibleBudgetError as error:
             least.append((error.least_bytes, cuts))
-        else:
+            continue
+        large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
+        inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
+        if again <= MUCH_AGAIN or not inside - set(cuts):
             return cuts
+        finer = tuple(sorted({*cuts, *inside}))
+        try:
+            pays = _share_again(planner(pricer.anew().chain(finer), budget_bytes)) < again - GAIN
+        except InfeasibleBudgetError:
+            pays = False
+        return finer if pays else cuts
     return min(least, key=lambda found: found[0])[1]
+
+
+def _share_again(plan: Plan) -> float:
+    """What a plan executes again, as a share of one forward pass; 0 where it does not say."""
+    return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
 
 
 def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:
@@ -346,9 +371,7 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
     """
     graph = program.graph
-    weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
-    shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
-    windows = (0, 2) if 2 * shared > sum(v.n_bytes for v in weights) else (2, 0)
+    windows = (0, 2) if shares_most_weights(graph) else (2, 0)
     required = {node + after for node in find_nested(program) for after in (0, 1)}
     return list(dict.fromkeys(find_cuts(graph, window=w, required=required) for w in windows))
 

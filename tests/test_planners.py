@@ -10,7 +10,9 @@ from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Run, predict
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
 from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, register
+from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, optimal, register
+from jaxsub.planners.held import Held
+from jaxsub.planners.optimal import solve
 
 
 class EveryOther:
@@ -90,6 +92,36 @@ def test_auto_is_the_best_of_all(seed):
         else:
             with pytest.raises(InfeasibleBudgetError):
                 Auto()(chain, budget_bytes)
+
+
+def answer(planner, chain: Chain, budget_bytes: int | None) -> Plan | int:
+    """The plan, or the least bytes that a refusal names."""
+    try:
+        return planner(chain, budget_bytes)
+    except InfeasibleBudgetError as refusal:
+        return refusal.least_bytes
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_is_held_of_a_chain_changes_no_plan(name):
+    """Asked for one budget after another, on one chain and then another, a held planner answers as ever."""
+    held, planner = Held(get(name)), get(name)
+    for seed in (1, 2, 1):
+        chain = random_chain(random.Random(seed).randint, 7)
+        plain_bytes = predict(chain, chain.plain()).temp_bytes
+        for budget_bytes in (plain_bytes, None, 2 * plain_bytes // 3, 10**6, 1):
+            assert answer(held, chain, budget_bytes) == answer(planner, chain, budget_bytes)
+
+
+def test_a_chain_is_solved_once_for_all_budgets(monkeypatch):
+    """Tables that one budget has filled serve the next; another chain is solved anew, and so is an equal one not."""
+    solved = []
+    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solved.append(chain) or solve(chain, *rest))
+    held = Held(Auto())
+    for n in (6, 6, 7):
+        for budget_bytes in (9, 8, None):
+            held(uniform(n), budget_bytes)
+    assert [len(chain.stages) for chain in solved] == [6, 7]
 
 
 def test_plain_has_no_barriers_and_barriers_has_all():

@@ -6,13 +6,16 @@ leaves them a chance. Without a budget it is `optimal`'s plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxsub.chain import Chain
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan
 from jaxsub.planners.cheap import Cheap
 from jaxsub.planners.chen import Chen
+from jaxsub.planners.held import Answer, solved
 from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.recursive import Recursive
 from jaxsub.planners.revolve import Revolve
@@ -41,18 +44,28 @@ class Auto:
         Raises:
             InfeasibleBudgetError: If no plan is predicted to fit.
         """
-        if budget_bytes is None:
-            return Optimal()(chain, None)
-        found: list[Plan] = []
-        refusals: list[InfeasibleBudgetError] = []
-        for planner in (Optimal(), Chen(), Cheap(), Recursive(), Revolve()):
-            try:
-                found.append(planner(chain, budget_bytes))
-            except InfeasibleBudgetError as refusal:
-                refusals.append(refusal)
-        if not found:
-            raise min(refusals, key=lambda refusal: refusal.least_bytes)
-        return min(found, key=_cost)
+        return self.solved(chain)(budget_bytes)
+
+    def solved(self, chain: Chain) -> Answer:
+        """Its plans of one chain for all budgets."""
+        planners = (Optimal(), Chen(), Cheap(), Recursive(), Revolve())
+        return partial(_best, [solved(planner, chain) for planner in planners])
+
+
+def _best(answers: Sequence[Answer], budget_bytes: int | None) -> Plan:
+    """The best of all answers; the first is `optimal`'s, and alone knows what to plan without a budget."""
+    if budget_bytes is None:
+        return answers[0](None)
+    found: list[Plan] = []
+    refusals: list[InfeasibleBudgetError] = []
+    for answer in answers:
+        try:
+            found.append(answer(budget_bytes))
+        except InfeasibleBudgetError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.least_bytes)
+    return min(found, key=_cost)
 
 
 def _cost(plan: Plan) -> tuple[float, int]:

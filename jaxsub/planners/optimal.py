@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Prediction, Run, extra_flops, predict
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.fit import infeasible
+from jaxsub.planners.held import Answer
 from jaxsub.planners.tables import Tables, depth, tables_of
 
 HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
@@ -231,7 +233,15 @@ class Optimal:
         Raises:
             InfeasibleBudgetError: If no plan is predicted to fit.
         """
-        solution = solve(chain, None, self.slots, self.max_depth)
-        runs = solution.natural() if budget_bytes is None else solution.runs(budget_bytes)
-        is_free = extra_flops(chain, runs) == 0
-        return plan_from_runs(chain, runs, budget=Budget(budget_bytes), planner="optimal", is_optimal=is_free)
+        return self.solved(chain)(budget_bytes)
+
+    def solved(self, chain: Chain) -> Answer:
+        """Its plans of one chain for all budgets: tables that one budget has filled serve the next."""
+        return partial(_planned, solve(chain, None, self.slots, self.max_depth))
+
+
+def _planned(solution: Solution, budget_bytes: int | None) -> Plan:
+    chain = solution.chain
+    runs = solution.natural() if budget_bytes is None else solution.runs(budget_bytes)
+    is_free = extra_flops(chain, runs) == 0
+    return plan_from_runs(chain, runs, budget=Budget(budget_bytes), planner="optimal", is_optimal=is_free)

@@ -1,0 +1,78 @@
+"""What plans need and cost when they are compiled: the law of the recursion, and a table of budgets."""
+
+import functools
+import math
+
+import jax
+import pytest
+import zoo
+
+import jaxsub
+
+# Layers, k, FLOPs over plain of the same recursion written by hand with nested jax.checkpoint.
+RECURSIONS = [
+    (64, 1, 1.84), (64, 2, 1.72), (64, 3, 1.51),
+    (256, 1, 2.18), (256, 2, 2.04), (256, 3, 1.76),
+    (1024, 1, 2.51), (1024, 2, 2.34), (1024, 3, 2.01),
+]  # fmt: skip
+
+# Budget as a share of the plain gradient's memory -> FLOPs over plain that a prototype of the planner reached.
+PROTOTYPE = {
+    "mlp": {0.8: 1.008, 0.6: 1.009, 0.4: 1.039, 0.3: 1.147, 0.25: 1.200, 0.2: 1.254, 0.15: 1.314, 0.1: 1.492},
+    "gpt16": {0.8: 0.981, 0.6: 0.980, 0.4: 0.989, 0.3: 1.022, 0.25: 1.062, 0.2: 1.106, 0.15: 1.142, 0.1: 1.185,
+              0.08: 1.245, 0.065: 1.385},
+}  # fmt: skip
+QUICK = {("mlp", 0.6), ("mlp", 0.4), ("mlp", 0.2), ("mlp", 0.1)}
+MATCHED, BEATEN = 1.005, 0.99
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Prices and measurements, shared by the tests of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@functools.cache
+def ratio(name, budget, cache):
+    """FLOPs over plain of the plan at a budget; the budget is kept."""
+    loss, args = zoo.BY_NAME[name].full()
+    plan = jaxsub.plan(loss, *args, budget=budget, cache=cache, progress=False)
+    assert plan.measurement.temp_bytes <= budget * plan.plain_measurement.temp_bytes
+    return plan.measurement.flops / plan.plain_measurement.flops
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "most_flops"),
+    [pytest.param(*cell, marks=[pytest.mark.exhaustive] * (cell[0] > 64)) for cell in RECURSIONS],
+)
+def test_compiled_recursion_law(n, k, most_flops, cache):
+    """g(n) = k log_{k+1} n + 3 units or less of what one layer returns, at no more FLOPs than by hand."""
+    batch, width = 1024, 64
+    loss, init = zoo.BY_NAME["chain"].build(layers=n, batch=batch, width=width)
+    args = jax.eval_shape(init, jax.random.key(0))
+    plan = jaxsub.plan(loss, *args, planner=f"recursive({k})", verify=True, cache=cache, progress=False)
+    assert plan.measurement.temp_bytes / (4 * batch * width) <= k * math.log(n, k + 1) + 3
+    assert plan.measurement.flops / plan.plain_measurement.flops <= most_flops + 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(name, budget, marks=[pytest.mark.exhaustive] * ((name, budget) not in QUICK))
+        for name, cells in PROTOTYPE.items()
+        for budget in cells
+    ],
+)
+def test_every_cell_of_the_table_is_matched(name, budget, cache):
+    """At every budget the plan executes at most half a percent more than the prototype's."""
+    assert ratio(name, budget, cache) <= MATCHED * PROTOTYPE[name][budget]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt16", marks=pytest.mark.exhaustive)])
+def test_a_third_of_the_table_is_beaten(name, cache):
+    """At least a third of a network's cells are a percent or more below the prototype's FLOPs."""
+    cells = {b: f for b, f in PROTOTYPE[name].items() if name != "mlp" or (name, b) in QUICK}
+    beaten = [b for b, flops in cells.items() if ratio(name, b, cache) <= BEATEN * flops]
+    assert 3 * len(beaten) >= len(cells)
