@@ -13,6 +13,7 @@ from jaxsub.planners import get, names
 
 GRAPHS = 300
 BATCHES = 6
+SLOW = ("milp",)
 SHARES = (0.0, 0.3, 0.7, 1.0)
 
 
@@ -57,8 +58,14 @@ def budgets(planner, chain: Chain) -> list[int]:
     return [least_bytes + int(share * (most_bytes - least_bytes)) for share in SHARES]
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        pytest.param(name, batch, marks=[pytest.mark.exhaustive] * (name in SLOW and batch > 0))
+        for name in names()
+        for batch in range(BATCHES)
+    ],
+)
 def test_plans_are_valid_within_budget_and_monotone(name, batch, answers):
     """Each step of each plan finds what it needs, no plan needs more than its budget, and more memory is not slower."""
     planner = get(name)
