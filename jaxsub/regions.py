@@ -27,6 +27,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
+from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
 from jaxsub.program import Program
 from jaxsub.ways import Segment, walk
@@ -45,6 +46,9 @@ def with_regions(
         segments: Its outermost regions.
         barriers: Nodes in front of which a gradient barrier stands.
         scope: Name of the scope that regions are put in; none where empty.
+
+    Raises:
+        PlannerError: If a region would ignore values that it is to save.
 
     Example:
         >>> import jax.numpy as jnp
@@ -143,6 +147,7 @@ class _Emitter:
 
     def _region(self, segment: Segment) -> tuple[_Region, set[int]]:
         piece = range(segment.start, segment.stop)
+        self._check(segment)
         if segment.children or self._fences(segment.start, segment.stop):
             steps, fenced = self.steps(segment.start, segment.stop, segment.children, scope="")
         else:
@@ -156,6 +161,23 @@ class _Emitter:
             names = [f"jaxsub_{v - self._made(piece).start}" for v in segment.saved]
             call = self.shared[key] = _checkpointed(steps, reads, returns, names)
         return _Region(call, reads, returns), fenced
+
+    def _check(self, segment: Segment) -> None:
+        """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
+        if not segment.saved:
+            return
+        made = self._made(range(segment.start, segment.stop))
+        if outside := [v for v in segment.saved if v not in made]:
+            raise PlannerError(
+                f"Segment {segment.start}:{segment.stop} saves the values {outside}, which it does not make: it makes "
+                f"{made.start} to {made.stop - 1}."
+            )
+        inside = "segments" if segment.children else "barriers" if self._fences(segment.start, segment.stop) else None
+        if inside:
+            raise PlannerError(
+                f"Segment {segment.start}:{segment.stop} saves values and has {inside} inside, and they would be made "
+                f"again all the same. Take the {inside} out, or end a segment behind each value to be saved."
+            )
 
     def _named_steps(self, piece: range, saved: Sequence[int]) -> list[Step]:
         """Evaluate a run of equations, naming the saved values where they are made."""

@@ -9,6 +9,7 @@ from jax.experimental import io_callback
 
 import jaxsub
 from jaxsub.emit import emit, keep_out
+from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
@@ -196,3 +197,24 @@ def test_complex_values_are_not_named():
     n = len(program.eqns)
     plan = plan_of(program, Segment(0, n - 1, tuple(program.graph.made_by(0, n - 1))))
     chex.assert_trees_all_close(jax.grad(lambda w: emit(program, plan)(w)[0])(W), jax.grad(fun)(W), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("segment", "barriers", "words"),
+    [
+        (Segment(0, 6, (3,), (Segment(0, 3),)), (), r"Segment 0:6 saves values and has segments inside"),
+        (Segment(0, 6, (3,)), (2,), r"Segment 0:6 saves values and has barriers inside"),
+        (Segment(0, 2, (99,)), (), r"Segment 0:2 saves the values \[99\], which it does not make"),
+    ],
+)
+def test_saved_values_that_would_be_ignored_are_refused(segment, barriers, words):
+    """A region that could not save what its plan says is refused, with what to do."""
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    program = trace(loss, [jnp.eye(2), jnp.ones((3, 2))], {})
+    with pytest.raises(PlannerError, match=words):
+        emit(program, Plan(program.fingerprint, Budget(), len(program.eqns), (segment,), barriers))
