@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 ELEMENTWISE_WEIGHT = 0.02
 """Share of an elementwise FLOP that executing it again costs: fitted to compiled ResNets and GPTs."""
 
@@ -103,14 +105,18 @@ def is_costly(eqn: Any) -> bool:
 
 def bodies_of(eqn: Any) -> tuple[Any, ...]:
     """The programs inside an equation that run when it runs: loop bodies, branches, custom-rule functions."""
-    found = []
+    found: list[Any] = []
     for key, param in eqn.params.items():
-        if key in ("jvp_jaxpr_fun", "cond_jaxpr"):
+        if type(param) in _PLAIN or key in ("jvp_jaxpr_fun", "cond_jaxpr"):
             continue
         for entry in param if isinstance(param, tuple | list) else (param,):
-            if hasattr(entry, "eqns"):
+            if type(entry) not in _PLAIN and hasattr(entry, "eqns"):
                 found.append(entry)
     return tuple(found)
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, np.dtype))
+"""Types of parameters that hold no program; looking for one in each of them is what takes time."""
 
 
 def _body_flops(eqn: Any, bodies: tuple[Any, ...]) -> Flops:

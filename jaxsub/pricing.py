@@ -35,6 +35,10 @@ NEAR_BYTES = 1.3
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
 
+REGION_EQUATIONS = 1000
+"""Most equations in one of several stages: in larger ones a stage is several blocks, whose own cut is nearly as good,
+and tracing the gradient of thousands of equations is what planning would spend its time on."""
+
 HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
@@ -96,6 +100,7 @@ class Pricer:
         stages = tuple(self._stage(start, stop, cuts) for start, stop in runs)
         spans = [(s, s + size) for size in (1, *sizes) for s in range(len(runs) - size)]
         spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
+        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
         wanted = dict.fromkeys((*self._worth(list(dict.fromkeys(spans)), cuts), *blocks))
         items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b])) for a, b in wanted]
         items += [

@@ -9,15 +9,17 @@ Equations whose results nobody reads and that have no effect are dropped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsub import compat
 from jaxsub.errors import UnsupportedError
@@ -257,7 +259,7 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
         Value(
             i,
             tuple(aval.shape),
-            str(aval.dtype),
+            _dtype_name(aval.dtype),
             aval_bytes(aval),
             producer[i],
             tuple(consumers[i]),
@@ -272,16 +274,14 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
 def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node:
     name = eqn.primitive.name
     touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
-    can_recompute = not touches_ref and not any(inner.primitive.name in ONCE for inner in _everywhere(eqn))
+    can_recompute = not touches_ref and not _runs_once(eqn)
     return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),
                 str(eqn.source_info.name_stack), (), can_recompute)  # fmt: skip
 
 
-def _everywhere(eqn: Any) -> Iterator[Any]:
-    yield eqn
-    for body in bodies_of(eqn):
-        for inner in body.eqns:
-            yield from _everywhere(inner)
+def _runs_once(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, has an effect that must not happen twice."""
+    return eqn.primitive.name in ONCE or any(_runs_once(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None) -> set[int]:
@@ -341,9 +341,9 @@ def aval_bytes(aval: Any) -> int:
         >>> aval_bytes(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16))
         24
     """
-    itemsize = getattr(aval.dtype, "itemsize", 0)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        itemsize = 8
+    dtype = aval.dtype
+    is_key = not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    itemsize = 8 if is_key else getattr(dtype, "itemsize", 0)
     return int(math.prod(aval.shape) * itemsize)
 
 
@@ -358,13 +358,26 @@ def _signature(eqn: Any) -> bytes:
         digest.update(key.encode())
         digest.update(_describe(eqn.params[key]).encode())
     for atom in (*eqn.invars, *eqn.outvars):
-        digest.update(str(atom.aval).encode() if compat.is_var(atom) else _describe(atom.val).encode())
+        digest.update((_aval_text(atom.aval) if compat.is_var(atom) else _describe(atom.val)).encode())
     return digest.digest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _aval_text(aval: Any) -> str:
+    """An aval in words, made once for all equations that have it."""
+    return str(aval)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype)
 
 
 def _describe(param: Any) -> str:
     if param is None or isinstance(param, bool | int | float | str):
         return repr(param)
+    if isinstance(param, np.dtype):
+        return _dtype_name(param)
     if isinstance(param, tuple | list):
         return "(" + ",".join(map(_describe, param)) + ")"
     if hasattr(param, "eqns"):
