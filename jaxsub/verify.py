@@ -26,6 +26,7 @@ from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.loops import find_nested
 from jaxsub.plan import Holding, Measurement, Plan
 from jaxsub.planners import Planner
+from jaxsub.planners.fit import expected_compile_seconds, is_better
 from jaxsub.planners.held import Held
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
@@ -43,6 +44,9 @@ MARGIN = 0.003
 MUCH_AGAIN, LARGE, GAIN = 0.06, 0.25, 0.015
 """Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
 this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+
+LONG_SECONDS = 10.0
+"""A compile that is expected to take longer is announced with its time."""
 
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
@@ -116,7 +120,7 @@ class Verifier:
 
     def plain(self) -> Plan:
         """The plan of doing nothing, measured."""
-        empty = Plan(self.program.fingerprint, Budget(), len(self.program.eqns), planner="plain")
+        empty = _empty(self.program)
         return empty.replace(measurement=self.measure(empty))
 
     def measure(self, plan: Plan) -> Measurement:
@@ -142,7 +146,10 @@ class Verifier:
 
     def _compile(self, plan: Plan, shape: Any) -> Measurement:
         self.compiles += 1
-        self.pricer.progress(f"the whole gradient, {plan.n_regions} regions")
+        empty = self.known.get(_shape(_empty(self.program)))
+        seconds = expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
+        about = f", about {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
+        self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
         found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
         if self.pricer.store is not None:
             self.pricer.store.put(self._text(shape), asdict(found))
@@ -234,7 +241,7 @@ class _Search:
         """Measure a plan and keep it if it is the best that fits."""
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
-        if measurement.temp_bytes <= self.budget_bytes and (self.best is None or _cost(plan) < _cost(self.best)):
+        if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement
 
@@ -299,9 +306,8 @@ def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst
     return float(a + share * (b - a))
 
 
-def _cost(plan: Plan) -> tuple[float, int]:
-    again = plan.prediction.extra_flops if plan.prediction else 0.0
-    return again, _needed(plan)
+def _empty(program: Program) -> Plan:
+    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
 def _needed(plan: Plan) -> int:

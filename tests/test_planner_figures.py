@@ -1,5 +1,6 @@
 """What plans need and cost when they are compiled: the law of the recursion, and a table of budgets."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,6 +9,11 @@ import pytest
 import zoo
 
 import jaxsub
+from jaxsub.plan import Plan
+from jaxsub.pricing import Pricer
+from jaxsub.program import trace
+from jaxsub.targets import get_target
+from jaxsub.verify import Verifier
 
 # Layers, k, FLOPs over plain of the same recursion written by hand with nested jax.checkpoint.
 RECURSIONS = [
@@ -76,3 +82,17 @@ def test_a_third_of_the_table_is_beaten(name, cache):
     cells = {b: f for b, f in PROTOTYPE[name].items() if name != "mlp" or (name, b) in QUICK}
     beaten = [b for b, flops in cells.items() if ratio(name, b, cache) <= BEATEN * flops]
     assert 3 * len(beaten) >= len(cells)
+
+
+@pytest.mark.parametrize(("plain_seconds", "is_long"), [(1.0, False), (60.0, True)])
+def test_a_long_compile_is_announced(plain_seconds, is_long):
+    """Before a plan is compiled that will take long, what it will take is said; of a short one nothing is."""
+    loss, args = zoo.BY_NAME["chain"].toy()
+    program, said = trace(loss, args, {}), []
+    verifier = Verifier(Pricer(program, get_target(None), progress=said.append))
+    empty = verifier.plain().measurement
+    for shape in verifier.known:
+        verifier.known[shape] = dataclasses.replace(empty, compile_seconds=plain_seconds)
+    n = len(program.eqns)
+    verifier.measure(Plan.from_mirror_counts([1] * (n - 1) + [0], fingerprint=program.fingerprint))
+    assert ("about" in said[-1]) == is_long

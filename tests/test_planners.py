@@ -7,10 +7,11 @@ from machine import random_chain, uniform
 
 from jaxsub import planners
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Run, predict
+from jaxsub.chain import Chain, Prediction, Run, predict
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
-from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.plan import Measurement, Plan, Segment, plan_from_runs
 from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, optimal, register
+from jaxsub.planners.fit import expected_compile_seconds, is_better
 from jaxsub.planners.held import Held
 from jaxsub.planners.optimal import solve
 
@@ -130,3 +131,34 @@ def test_plain_has_no_barriers_and_barriers_has_all():
     assert Plain()(chain).barriers == ()
     assert Barriers()(chain).barriers == (1, 2, 3, 4)
     assert Plain()(chain).segments == Barriers()(chain).segments == ()
+
+
+def measured(n_regions: int, again: float, temp_bytes: int) -> Plan:
+    """A plan over 100 nodes of a program whose forward pass takes 100 FLOPs."""
+    segments = tuple(Segment(10 * i, 10 * i + 10) for i in range(n_regions))
+    return Plan("f", Budget(), 100, segments, prediction=Prediction(temp_bytes, again, 100.0, 0, "by hand"),
+                measurement=Measurement(temp_bytes, 0, 0, 0, None, 1.0, "cpu"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ((5, 10.0, 7), (5, 11.0, 7)),  # less work
+        ((5, 10.0, 6), (5, 10.0, 7)),  # less memory for the same work
+        ((4, 12.0, 7), (8, 10.0, 7)),  # within a percent of 300, fewer regions
+        ((8, 10.0, 7), (4, 14.0, 7)),  # not within a percent
+        ((8, 10.0, 7), (7, 12.0, 7)),  # not clearly fewer
+    ],
+)
+def test_of_plans_that_fit_the_better_is_kept(better, worse):
+    """Less work first; within a percent, clearly fewer regions; then less memory."""
+    assert is_better(measured(*better), measured(*worse))
+    assert not is_better(measured(*worse), measured(*better))
+
+
+def test_recursion_is_expected_to_compile_long():
+    """The more is executed again, the longer a plan is expected to compile; the plain one takes what it took."""
+    assert expected_compile_seconds(measured(0, 0, 1), 4.0) == 4.0
+    assert 4.0 < expected_compile_seconds(measured(5, 0, 1), 4.0) < expected_compile_seconds(measured(10, 0, 1), 4.0)
+    deep = Plan.from_mirror_counts([5] * 1024, fingerprint="f")  # the average of halving 1024 layers
+    assert 20 <= expected_compile_seconds(deep, 4.0) <= 60

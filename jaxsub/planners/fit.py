@@ -1,4 +1,7 @@
-"""Choose among a planner's candidates: the one of least recompute that fits a budget, or refuse and say what would."""
+"""Choose among candidates: the one of least recompute that fits a budget, or refuse and say what would.
+
+Of plans that were measured and fit, `is_better` says which to keep.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ from jaxsub.budget import Budget, format_bytes
 from jaxsub.chain import Chain, Run, predict
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan, plan_from_runs
+
+ALIKE, FEWER = 0.01, 0.8
+"""Of two plans whose FLOPs differ by no more than the first share, one with at most the second of the regions is
+preferred."""
 
 
 def cheapest(chain: Chain, candidates: Iterable[tuple[Run, ...]], budget_bytes: int | None, planner: str) -> Plan:
@@ -47,3 +54,44 @@ def infeasible(budget_bytes: int, least_bytes: int, planner: str) -> InfeasibleB
         requested_bytes=budget_bytes,
         least_bytes=least_bytes,
     )
+
+
+def is_better(plan: Plan, than: Plan) -> bool:
+    """Whether a measured plan is preferred to another that fits as well.
+
+    The one that executes less is; of two within a percent of each other, the one of clearly fewer regions, which
+    compiles sooner; of two that execute the same, the one of less memory.
+    """
+    (work, again), (other_work, other_again) = _work(plan), _work(than)
+    if abs(work - other_work) <= ALIKE * min(work, other_work):
+        if plan.n_regions <= FEWER * than.n_regions and plan.n_regions < than.n_regions:
+            return True
+        if than.n_regions <= FEWER * plan.n_regions and than.n_regions < plan.n_regions:
+            return False
+    return (again, _needed(plan)) < (other_again, _needed(than))
+
+
+def _work(plan: Plan) -> tuple[float, float]:
+    """FLOPs of a plan's gradient, the backward pass taken for two forward passes, and those executed again."""
+    if plan.prediction is None:
+        return 0.0, 0.0
+    return 3 * plan.prediction.forward_flops + plan.prediction.extra_flops, plan.prediction.extra_flops
+
+
+def expected_compile_seconds(plan: Plan, plain_seconds: float) -> float:
+    """Roughly how long the compiler takes for a plan: compile time grows like the square of the number of equations.
+
+    Args:
+        plan: The plan. The gradient of an equation is taken for three, and one more each time it is executed again.
+        plain_seconds: How long the plain gradient took.
+
+    Example:
+        >>> round(expected_compile_seconds(Plan.from_mirror_counts([1, 1, 1, 0], fingerprint="f"), 9.0), 1)
+        14.1
+    """
+    counts = plan.mirror_counts
+    return float(plain_seconds * (1 + sum(counts) / (3 * max(len(counts), 1))) ** 2)
+
+
+def _needed(plan: Plan) -> int:
+    return plan.measurement.temp_bytes if plan.measurement else 0
