@@ -1,7 +1,11 @@
 """Whole train steps under `jaxsub.jit(memory=...)`: they fit, compute the same, and say what they take."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -31,7 +35,7 @@ def loss(params, x, y):
 
 def params():
     keys = jax.random.split(jax.random.key(0), DEPTH)
-    return [{"up": jax.random.normal(k, (DIM, 4 * DIM)) / 4, "down": jax.random.normal(k, (4 * DIM, DIM)) / 16}
+    return [{"up": jax.random.normal(k, (DIM, 2 * DIM)) / 4, "down": jax.random.normal(k, (2 * DIM, DIM)) / 16}
             for k in keys]  # fmt: skip
 
 
@@ -123,7 +127,7 @@ def test_a_step_that_cannot_fit_says_what_holds_the_memory():
     share = f"{n_bytes / error.least_bytes:.0%}"
     for words in (
         "does not fit in `100.0 KiB` (102400 bytes)",
-        "opt_state: 25 arrays, the largest opt_state[0].mu[0]['down'] float32[64,16]",
+        "opt_state: 25 arrays, the largest opt_state[0].mu[0]['down'] float32[32,16]",
         "weights: 12 arrays",
         "x: 1 arrays, the largest x float32[512,16]",
         "gradients of loss, 12 arrays",
@@ -268,19 +272,60 @@ def test_what_a_device_has():
         jaxsub.jit(STEP, memory="plenty")
 
 
-def test_a_step_for_a_gpu_that_is_not_there():
-    """Planned and verified for an H100, run here under the plans found."""
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jaxsub, test_step as t
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+shardings = {"in_shardings": (whole, whole, rows, rows), "out_shardings": (whole, whole, whole)}
+step = t.quiet(t.STEP, memory=0.6, **shardings)
+args = *t.state(), *t.batch(2048)
+report = step.report(*args)
+assert t.planned(report) and t.taken(step, *args) == report.step_bytes <= report.memory_bytes < report.plain_bytes
+assert report.plain_bytes == t.taken(jaxsub.jit(t.step_of(t.loss), **shardings), *args)
+assert {h.name: h.n_bytes for h in report.arguments}["x"] == 4 * 16 * 2048 / 4
+out = step(*args)
+t.chex.assert_trees_all_close(out[2], jax.jit(t.step_of(t.loss))(*args)[2], rtol=1e-5)
+step(*out[:2], *args[2:])
+assert len(step._ready) == 1
+"""
+
+
+def test_a_step_over_several_devices():
+    """With shardings, memory is that of one device, and a second call with what the first returned sizes nothing."""
+    folder = Path(__file__).parent
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)])}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=env)
+
+
+@pytest.fixture
+def h100():
+    """A target that is not there, where it can be compiled for."""
     try:
         require_packages()
     except jaxsub.UnsupportedError as missing:
         pytest.skip(str(missing))
-    weights = params()[:4]
-    args = weights, OPTIMIZER.init(weights), *batch()
-    made = quiet(STEP, memory="device", target="h100", donate_argnums=(0, 1))
-    report = made.report(*args)
+    return "h100"
+
+
+def test_a_step_for_a_gpu_that_is_not_there(h100):
+    """What the H100 has is enough: compiled for it once, and run here."""
+    made = quiet(STEP, memory="device", target=h100, donate_argnums=(0, 1))
+    report = made.report(*state(), *batch())
     assert report.measurement.target == "h100"
     assert report.n_compiles == 1
-    tight = quiet(STEP, memory=int(0.75 * report.step_bytes), target="h100", donate_argnums=(0, 1))
+    chex.assert_trees_all_close(made(*state(), *batch())[2], loss(params(), *batch()), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_step_planned_for_a_gpu_that_is_not_there(h100):
+    """Planned and verified for an H100, run here under the plans found."""
+    args = *state(), *batch()
+    report = quiet(STEP, memory="device", target=h100, donate_argnums=(0, 1)).report(*args)
+    tight = quiet(STEP, memory=int(0.75 * report.step_bytes), target=h100, donate_argnums=(0, 1))
     found = tight.report(*jax.eval_shape(lambda: args))
     assert found.step_bytes <= found.memory_bytes
     assert planned(found)
@@ -310,6 +355,8 @@ def test_the_search_for_a_batch_is_exact(a, b, unit, limit):
     assert len(asked) <= 8
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_largest_batch():
     """The next batch does not fit as it stands, and what is found planned does; nothing is executed."""
 
@@ -317,7 +364,7 @@ def test_the_largest_batch():
         shape = jax.ShapeDtypeStruct((n, DIM), jnp.float32)
         return STEP, (*jax.eval_shape(state), shape, shape)
 
-    memory, unit = 1_200_000, 32
+    memory, unit = 700_000, 64
     found = jaxsub.max_batch(step_for_batch, memory=memory, multiple_of=unit, progress=False, donate_argnums=(0, 1))
     plain = jaxsub.jit(step_of(loss), donate_argnums=(0, 1))
     assert (
@@ -327,7 +374,7 @@ def test_the_largest_batch():
     step = quiet(STEP, memory=memory, donate_argnums=(0, 1))
     assert taken(step, *step_for_batch(found.planned)[1]) == found.report.step_bytes <= memory
     pattern = (
-        rf"largest batch in 1.14 MiB \(cpu\): {found.plain} as it stands, {found.planned} planned \(.* times\), .*"
+        rf"largest batch in 683.6 KiB \(cpu\): {found.plain} as it stands, {found.planned} planned \(.* times\), .*"
     )
     assert re.fullmatch(pattern, str(found))
 
