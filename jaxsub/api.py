@@ -124,7 +124,10 @@ def sublinear(
             extra forward pass buys.
         planner: A planner's name or a planner; `jaxsub.planners.names()` lists them.
         plan: A plan made before, or the path of one that `Plan.save` wrote; nothing is planned then.
-        mirror: The user's own mirror counts m(v): one for each equation, or a function of a `jaxsub.graph.Node`.
+        mirror: The user's own mirror counts m(v), the paper's section 4.5. One for each equation, or a function of a
+            `jaxsub.graph.Node`: they are the plan. A mapping from names that `jax.ad_checkpoint.checkpoint_name` gave
+            to counts, such as `{"attention": 1, "mlp": 0}`: the planner plans, values counted 0 are saved, and those
+            counted 1 or more are made again in the backward pass.
         verify: Whether to compile the plan and measure it. `None`: where the budget is bytes or a fraction. `False`
             trusts predictions, made without any compiler.
         target: The device to plan for, such as `"h100"`; `None` for the one in use.

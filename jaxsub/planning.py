@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,9 @@ from jaxsub.program import Program
 from jaxsub.shelf import find_plan, put_plan, shelf_key
 from jaxsub.store import Store, open_store
 from jaxsub.targets import Target, get_target
+from jaxsub.wishes import honoured, read_wishes, wishing
 
-Mirror = Sequence[int] | Callable[..., int]
+Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
 PROGRESS_DELAY_SECONDS = 2.0
 """Planning that takes less than this shows nothing."""
 
@@ -64,8 +65,8 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     """
     if settings.plan is not None:
         return settings.plan
-    if settings.mirror is not None:
-        return _mirrored(program, settings)
+    if settings.mirror is not None and not isinstance(settings.mirror, Mapping):
+        return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
         return verifying.finish(program, untouched(program), settings.budget)
     if compat.checkpoint_saves_nothing():
@@ -101,7 +102,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     with Progress(settings.progress) as step:
         pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile)
         verifier = verifying.Verifier(pricer)
-        planner, cuts = Bounded(once(program, get(settings.planner))), cuts_of(program)
+        wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
+        planner, cuts = Bounded(wishing(program, once(program, get(settings.planner)), wishes)), cuts_of(program)
         if budget == Budget():
             plan = verifying.settle(pricer, cuts[0], planner, None)
             if settings.verify:
@@ -113,7 +115,25 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
             plain = verifier.measure(verifier.plain())
             n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
             plan = verifying.fit(verifier, planner, budget, n_bytes, cuts)
+            if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
+                plan = verifying.fit(verifier, planner, budget, plain.temp_bytes - 1, cuts)
+        if wishes:
+            plan = _wished(verifier, plan, wishes, budget)
         return planner.bounded(plan) if settings.bound else plan
+
+
+def _wished(verifier: verifying.Verifier, plan: Plan, wishes: Mapping[str, int], budget: Budget) -> Plan:
+    """The plan with its wishes, also where no planner was asked because the program fits as it is."""
+    changed = honoured(verifier.program, plan, read_wishes(verifier.program, wishes))
+    if changed is plan:
+        return plan
+    if plan.measurement is not None:
+        changed = changed.replace(measurement=verifier.measure(changed))
+    return verifying.finish(verifier.program, changed, budget)
+
+
+def _fits(plan: Plan, n_bytes: int) -> bool:
+    return plan.measurement is None or plan.measurement.temp_bytes <= n_bytes
 
 
 def can_plan(program: Program) -> bool:
@@ -173,11 +193,10 @@ def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[
     return verifying.finish(program, planner(chain, n_bytes), budget)
 
 
-def _mirrored(program: Program, settings: Settings) -> Plan:
+def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:
     """The user's own m(v): a sequence, or a function of nodes (the paper's section 4.5)."""
     nodes = program.graph.nodes
-    mirror = settings.mirror
-    counts = [mirror(node) for node in nodes] if callable(mirror) else list(mirror or ())
+    counts = [mirror(node) for node in nodes] if callable(mirror) else list(mirror)
     if len(counts) != len(nodes):
         raise ValueError(f"mirror= gives {len(counts)} counts, but the function has {len(nodes)} equations.")
     plan = Plan.from_mirror_counts(counts, fingerprint=program.fingerprint, budget=settings.budget)

@@ -31,6 +31,7 @@ JAX_WING = (
     "loops",
     "pricing",
     "emit",
+    "wishes",
     "verify",
     "shelf",
     "planning",
