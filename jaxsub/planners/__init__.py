@@ -1,13 +1,29 @@
 """Planners: one method a file, one signature, (Chain, budget_bytes) -> Plan, and the table of their names.
 
-A planner of your own is any object that can be called so; pass it as `planner=`, or give it a name:
+A planner of your own is any object that can be called so, in five lines:
 
-    class EveryOther:
-        def __call__(self, chain, budget_bytes):
-            runs = [chain.recompute(s) if s % 2 else Run(s, s + 1) for s in range(len(chain.stages))]
-            return plan_from_runs(chain, runs, budget=Budget(budget_bytes), planner="every_other")
+    >>> import jaxsub
+    >>> from jaxsub.chain import Run
+    >>> from jaxsub.plan import plan_from_runs
+    >>> class EveryOther:
+    ...     def __call__(self, chain, budget_bytes):
+    ...         runs = [chain.recompute(s) if s % 2 else Run(s, s + 1) for s in range(len(chain.stages))]
+    ...         return plan_from_runs(chain, runs, budget=jaxsub.Budget(budget_bytes), planner="every_other")
 
-    jaxsub.planners.register("every_other", EveryOther())
+Pass it as `planner=`, or give it a name with `jaxsub.planners.register("every_other", EveryOther())` and pass that:
+
+    >>> import jax.numpy as jnp
+    >>> def loss(ws, x):
+    ...     for w in ws:
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> args = [jnp.eye(4)] * 6, jnp.ones((3, 4))
+    >>> plan = jaxsub.plan(loss, *args, planner=EveryOther(), verify=False)
+    >>> plan.planner, plan.n_regions
+    ('every_other', 3)
+
+What a chain holds and what runs are: `jaxsub.chain`. A budget that none of its plans is predicted to fit is refused
+with `jaxsub.InfeasibleBudgetError`.
 """
 
 from __future__ import annotations
