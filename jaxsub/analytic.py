@@ -11,7 +11,9 @@ the compiler itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from jaxsub import compat
@@ -20,6 +22,11 @@ from jaxsub.options import TracedRun, mark_of
 from jaxsub.program import aval_bytes
 
 VIEWS = frozenset("reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient".split())
+SLOW = frozenset(
+    "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
+)
+"""Elementwise primitives that the compiler does not like to do twice."""
+
 REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 
 
@@ -51,12 +58,26 @@ def forward_bytes(traced: TracedRun) -> int:
 
 def kept_bytes(traced: TracedRun) -> int:
     """What the compiler is likely to keep of a run between its passes, beside what it reads and returns."""
-    kept, returned = _kept(traced)
-    return sum(aval_bytes(v.aval) for v in kept - returned)
+    return sum(kept_sizes(traced))
+
+
+def kept_sizes(traced: TracedRun, most_bytes: float = math.inf) -> tuple[int, ...]:
+    """Bytes of each of those values, largest first, as long as they are no more than `most_bytes` together."""
+    returned = _bases(traced, filter(compat.is_var, traced.returned))
+    values = _read_again(traced) - set(traced.inputs) - returned
+    sizes = sorted((aval_bytes(v.aval) for v in values), reverse=True)
+    return tuple(size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= most_bytes)
 
 
 def kept_returned_bytes(traced: TracedRun) -> int:
     """Bytes of what a run returns that its own backward pass reads: they stand anyway and must not count twice."""
+    residuals = _bases(traced, filter(compat.is_var, traced.residuals)) - set(traced.inputs)
+    returned = _bases(traced, filter(compat.is_var, traced.returned))
+    return sum(aval_bytes(v.aval) for v in residuals & returned)
+
+
+def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:
+    """What values are views of."""
     viewed = {
         e.outvars[0]: e.invars[0] for e in traced.forward if e.primitive.name in VIEWS and compat.is_var(e.invars[0])
     }
@@ -66,18 +87,31 @@ def kept_returned_bytes(traced: TracedRun) -> int:
             atom = viewed[atom]
         return atom
 
-    residuals = {base(r) for r in traced.residuals if compat.is_var(r)} - set(traced.inputs)
-    returned = {base(r) for r in traced.returned if compat.is_var(r)}
-    return sum(aval_bytes(v.aval) for v in residuals & returned)
+    return set(map(base, values))
 
 
-def _kept(traced: TracedRun) -> tuple[frozenset[Any], frozenset[Any]]:
-    """The stored values that residuals are made of, and those that results are made of."""
-    given = set(traced.inputs)
-    lives = Lives(traced.forward, (), [r for r in traced.residuals if compat.is_var(r) and r not in given], (), {})
-    roots = [frozenset().union(*(lives.roots.get(r, ()) for r in atoms if compat.is_var(r)))
-             for atoms in (traced.residuals, traced.returned)]  # fmt: skip
-    return roots[0], roots[1]
+def unread_inputs(traced: TracedRun) -> frozenset[int]:
+    """Which of a run's inputs its own backward pass is not likely to read: positions in `function.reads`.
+
+    An input whose tanh a costly equation reads need not stand until the backward pass, for that reads the tanh.
+    """
+    read = _read_again(traced)
+    return frozenset(i for i, v in enumerate(traced.inputs) if v not in read and not traced.weights[i])
+
+
+def _read_again(traced: TracedRun) -> set[Any]:
+    """The stored values that an unwrapped run's backward pass reads: inputs of the run, and what it makes.
+
+    Elementwise work is done again inside the fusions of the backward pass, except what is slow, such as tanh: what the
+    forward pass reads of that is stored, and the backward pass reads it too.
+    """
+    eqns, n = (*traced.forward, *traced.backward), len(traced.forward)
+    alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
+    cotangents = traced.backward_inputs[len(traced.residuals) :]
+    lives = Lives(eqns, (*traced.inputs, *cotangents), (*traced.returned, *traced.backward_outputs), (), alias,
+                  is_slow_stored=True)  # fmt: skip
+    again = {v for v, position in lives.last.items() if position >= n}
+    return again & {*traced.inputs, *(v for e in traced.forward for v in e.outvars)}
 
 
 def fused_peak(eqns: Sequence[Any], stored: Iterable[Any], outputs: Sequence[Any], free: Sequence[Any],
@@ -107,10 +141,12 @@ class Lives:
     """
 
     def __init__(self, eqns: Sequence[Any], stored: Sequence[Any], outputs: Sequence[Any], free: Sequence[Any],
-                 alias: dict[Any, Any]):  # fmt: skip
+                 alias: dict[Any, Any], *, is_slow_stored: bool = False):  # fmt: skip
         self.eqns, self.stored, self.alias = eqns, stored, alias
         self.free = set(filter(compat.is_var, free))
         self.needed = self._needed(outputs)
+        if is_slow_stored:
+            self.needed |= {v for e in eqns if e.primitive.name in SLOW for v in e.outvars}
         self.roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in stored}
         self.last: dict[Any, int] = {}
         self.reads: list[frozenset[Any]] = []

@@ -27,6 +27,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxsub.errors import PlannerError
+from jaxsub.hosting import hosted_bytes
 from jaxsub.ways import Way
 
 
@@ -45,6 +46,7 @@ class Option:
         loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
         is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
         loop_seconds: `loop_flops` in seconds, where known.
+        saved_sizes: Bytes of each of the values that `saved_bytes` counts, where known.
     """
 
     saved: tuple[int, ...] = ()
@@ -56,6 +58,7 @@ class Option:
     loop_flops: float = 0.0
     is_region: bool = True
     loop_seconds: float = 0.0
+    saved_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Stage:
         forward_seconds: How long its forward pass takes, where known.
         backward_seconds: How long its backward pass takes when nothing is executed again, where known.
         tail_seconds: `tail_flops` in seconds, where known.
+        keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
+        gradient_sizes: Bytes of gradients that its backward pass writes at once and that the program returns.
     """
 
     start: int
@@ -99,6 +104,8 @@ class Stage:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     tail_seconds: float = 0.0
+    keep_sizes: tuple[int, ...] = ()
+    gradient_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +132,14 @@ class Crossing:
         last: The last stage that reads them; the number of stages for outputs of the program.
         n_bytes: Their bytes beside the program's outputs.
         cotangent_bytes: Bytes of their cotangents; 0 where no gradient flows.
+        sizes: Bytes of each of the values that `n_bytes` counts, where known.
     """
 
     made: int
     last: int
     n_bytes: int
     cotangent_bytes: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +335,7 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
     if not chain.seconds_origin:
         return found
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
-    return replace(found, extra_seconds=extra_seconds(chain, runs), step_seconds=step,
+    return replace(found, extra_seconds=_again(chain, runs, "seconds", True), step_seconds=step,
                    seconds_origin=chain.seconds_origin, minimises=chain.minimises)  # fmt: skip
 
 
@@ -337,11 +346,6 @@ def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float
     in a nest is paid for by that.
     """
     return _again(chain, runs, "flops", is_top)
-
-
-def extra_seconds(chain: Chain, runs: Sequence[Run]) -> float:
-    """How long it takes to execute those FLOPs again."""
-    return _again(chain, runs, "seconds", is_top=True)
 
 
 def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
@@ -364,12 +368,14 @@ def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bo
     of a scope starts its backward pass at once, so its forward pass is part of its transient.
     """
     before = []
+    hosted = hosted_bytes(chain, runs) if is_top else ()
     for position, run in enumerate(runs):
         before.append(stored)
         is_last = position == len(runs) - 1
         if not is_last or run.children:
             yield stored + held + chain.region_forward_bytes(run.start, run.stop), run.start
         stored += int(chain.crossing_bytes[run.start, run.stop]) + kept_bytes(chain, run)
+        stored -= sum(hosted[position]) if is_top else 0
     for position, run in reversed(list(enumerate(runs))):
         is_last = position == len(runs) - 1
         if run.children:

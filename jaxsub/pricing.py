@@ -19,11 +19,13 @@ from typing import Any
 from jaxsub import analytic, compat, probes
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
+from jaxsub.hosting import gradient_sizes, saved_sizes, shared_weight_bytes
 from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.options import Choice, TracedRun, choices, trace_run
 from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
+from jaxsub.spent import spent_inputs
 from jaxsub.stages import block_ends, find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
@@ -97,7 +99,8 @@ class Pricer:
         ends = block_ends(self.program.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
         self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks])
-        stages = tuple(self._stage(start, stop, cuts) for start, stop in runs)
+        spent = self._spent(runs)
+        stages = tuple(self._stage(start, stop, spent.get((start, stop), ())) for start, stop in runs)
         spans = [(s, s + size) for size in (1, *sizes) for s in range(len(runs) - size)]
         spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
         spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
@@ -184,8 +187,14 @@ class Pricer:
                 jobs.append(("hoist", start, stop, ()))
             if not is_last:
                 jobs += [("backward", start, stop, c.saved) for c in self._run(start, stop)[1]]
+        last = len(self.program.eqns)
+        jobs += [("last" if run[1] == last else "held", *run, s) for run, s in self._spent(runs).items() if s]
         if self.is_compiled:
             self._price(jobs)
+
+    def _spent(self, runs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, ...]]:
+        free = [run for run in runs if not self._is_pinned(*run)]
+        return spent_inputs(self.program.graph, runs, {run: self._run(*run) for run in free})
 
     def _may_hoist(self, start: int, stop: int) -> bool:
         return self.is_compiled and any(e.primitive.name in HOISTING for e in self._run(start, stop)[0].backward)
@@ -194,7 +203,7 @@ class Pricer:
         """What the compiler makes for a region before the program starts, and keeps until its backward pass."""
         return self._bytes("hoist", start, stop, ()) if self._may_hoist(start, stop) else 0
 
-    def _stage(self, start: int, stop: int, cuts: Sequence[int]) -> Stage:
+    def _stage(self, start: int, stop: int, spent_inputs: tuple[int, ...]) -> Stage:
         graph = self.program.graph
         nodes = graph.nodes[start:stop]
         is_last = stop == len(graph.nodes)
@@ -205,17 +214,32 @@ class Pricer:
         keep = self._bytes("last" if is_last else "keep", start, stop, ())
         if self.is_compiled and not is_last:
             keep = max(0, keep - analytic.kept_returned_bytes(self._run(start, stop)[0]))
+        gone = self._gone_bytes(start, stop, spent_inputs, is_last)
         most_saving = self._run(start, stop)[1][-1]
         left = transient if is_last else self._bytes("backward", start, stop, most_saving.saved)
         made, spent = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
-            self._bytes("forward", start, stop, ()), transient, keep,
-            max(keep, keep + left - most_saving.saved_bytes) if not is_last else transient,
-            self._shared_weight_bytes(start, stop), sum(graph.values[v].n_bytes for v in made), made.start,
+            self._bytes("forward", start, stop, ()), transient - gone * is_last, max(0, keep - gone),
+            (max(keep, keep + left - most_saving.saved_bytes) if not is_last else transient) - gone,
+            shared_weight_bytes(graph, start, stop), sum(graph.values[v].n_bytes for v in made), made.start,
             0 if is_last else self._hoisted_bytes(start, stop),
             spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
+            analytic.kept_sizes(self._run(start, stop)[0], 0 if is_last else keep - gone),
+            gradient_sizes(graph, start, stop),
         )  # fmt: skip
+
+    def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
+        """Bytes of inputs that are gone when an unwrapped stage has read them, no more than it keeps instead."""
+        what = "last" if is_last else "keep"
+        if not spent_inputs or (is_last and not self.is_compiled):
+            return 0
+        values = (self.program.graph.values[self._run(start, stop)[0].function.reads[i]] for i in spent_inputs)
+        size, keep = sum(v.n_bytes for v in values), self._bytes(what, start, stop, ())
+        if self.is_compiled:
+            held = self._bytes("last" if is_last else "held", start, stop, spent_inputs)
+            size = min(size, max(0, size + keep - held))
+        return min(size, keep)
 
     def _pinned(self, start: int, stop: int) -> Stage:
         """A stage that runs once: it is taken to keep all it makes and to allocate as much again."""
@@ -238,12 +262,6 @@ class Pricer:
         traced, found = self._run(start, stop)
         return scale * self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
 
-    def _shared_weight_bytes(self, start: int, stop: int) -> int:
-        graph = self.program.graph
-        read = {v for n in graph.nodes[start:stop] for v in n.inputs if graph.values[v].producer is None}
-        shared = [graph.values[v] for v in read if graph.values[v].is_differentiated]
-        return sum(v.n_bytes for v in shared if any(not start <= c < stop for c in v.consumers))
-
     def _options(self, start: int, stop: int, stages: Sequence[Stage]) -> tuple[Option, ...]:
         found = self._run(start, stop)[1]
         scale = 1.0
@@ -256,7 +274,9 @@ class Pricer:
             known = self._prices.get(key) if key in self._prices else None
             transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
             spent = self._again_seconds(start, stop, c.saved, [(s.start, s.stop) for s in stages])
-            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent))
+            sizes = saved_sizes(self.program.graph, start, stop, c.saved)
+            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent,
+                                  saved_sizes=sizes))  # fmt: skip
         return tuple(options)
 
     def _is_loop(self, stage: Stage) -> bool:
@@ -386,15 +406,7 @@ class Pricer:
     def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
         if isinstance(saved, Loop | Conditional):
             return probes.loop_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
-        if what == "forward":
-            return probes.forward_probe(self.program, start, stop)
-        if what == "last":
-            return probes.last_probe(self.program, start, stop)
-        if what == "hoist":
-            return probes.hoist_probe(self.program, start, stop, doubles=self.target.platform == "cpu")
-        if what == "keep":
-            return probes.keep_probe(self.program, start, stop, doubles=self.target.platform == "cpu")
-        return probes.backward_probe(self.program, start, stop, saved)
+        return probes.probe(what, self.program, start, stop, saved, doubles=self.target.platform == "cpu")
 
 
 def _is_like(a: WayChoice, b: WayChoice) -> bool:

@@ -35,6 +35,28 @@ class Probe:
     ballast_bytes: int = 0
 
 
+def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[int], *, doubles: bool) -> Probe:
+    """The probe of a name.
+
+    Args:
+        what: `forward`, `last`, `hoist`, `keep`, `held` (`keep` with inputs made inside) or `backward`.
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        saved: Offsets of the values it saves; for `last` and `held` the positions of inputs that are made inside.
+        doubles: Whether the backend's loops keep two copies of what they carry.
+    """
+    if what == "forward":
+        return forward_probe(program, start, stop)
+    if what == "last":
+        return last_probe(program, start, stop, saved)
+    if what == "hoist":
+        return hoist_probe(program, start, stop, doubles=doubles)
+    if what in ("keep", "held"):
+        return keep_probe(program, start, stop, doubles=doubles, made=saved)
+    return backward_probe(program, start, stop, saved)
+
+
 def backward_probe(program: Program, start: int, stop: int, saved: Sequence[int]) -> Probe:
     """The backward pass of a region that saves `saved`: recomputation, cotangents in and out."""
     names = [f"jaxsub_{offset}" for offset in saved]
@@ -75,18 +97,27 @@ def forward_probe(program: Program, start: int, stop: int) -> Probe:
     return Probe(lambda inputs: function.call(*inputs), (read_avals(program, function),))
 
 
-def last_probe(program: Program, start: int, stop: int) -> Probe:
-    """The forward and backward pass of the last run, unwrapped: its backward pass starts at once."""
+def last_probe(program: Program, start: int, stop: int, made: Sequence[int] = ()) -> Probe:
+    """The forward and backward pass of the last run, unwrapped: its backward pass starts at once.
+
+    Args:
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        made: Positions of inputs that are made inside: they are gone once nothing reads them any more.
+    """
     function = run_function(program, start, stop)
     avals = read_avals(program, function)
     outs = jax.eval_shape(function.call, *avals)[0]
 
-    def call(inputs: Sequence[Any], cotangents: Any) -> Any:
+    def call(inputs: Sequence[Any], cotangents: Any, given: Any) -> Any:
+        inputs = _with_made(inputs, avals, made, given)
         results, pullback = vjp_of(function, function.call, inputs)
         cts = (jnp.ones((), results[0].dtype),) if program.loss is not None else cotangents
         return results, _finish(program, function, pullback(cts if len(cts) == len(results) else cotangents))
 
-    return Probe(call, (avals, tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)))
+    given = jax.ShapeDtypeStruct((max(len(made), 1),), jnp.float32)
+    return Probe(call, (avals, tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs), given))
 
 
 def loop_probe(program: Program, start: int, stop: int) -> Probe:
@@ -131,7 +162,7 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
     return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
 
 
-def keep_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Probe:
+def keep_probe(program: Program, start: int, stop: int, *, doubles: bool, made: Sequence[int] = ()) -> Probe:
     """A run's forward pass, a loop over a ballast, its backward pass: what is kept stands beside the ballast.
 
     Args:
@@ -139,11 +170,14 @@ def keep_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pro
         start: The run's first node.
         stop: The node after its last.
         doubles: Whether the backend's loops keep two copies of what they carry, as the CPU's do.
+        made: Positions of inputs that are made inside: they stand beside the ballast too, where the backward pass
+            reads them.
     """
     function = run_function(program, start, stop)
     avals = read_avals(program, function)
 
-    def call(inputs: Sequence[Any]) -> Any:
+    def call(inputs: Sequence[Any], given: Any) -> Any:
+        inputs = _with_made(inputs, avals, made, given)
         results, pullback = vjp_of(function, function.call, inputs)
         seed = sum(jnp.sum(r).astype(jnp.float32) for r in results)
         ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
@@ -152,7 +186,16 @@ def keep_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pro
         cts = _fill([(r.shape, r.dtype) for r in results], seeds)
         return _finish(program, function, pullback(tuple(cts)), is_summed=True)
 
-    return Probe(call, (avals,), BALLAST_BYTES * (2 if doubles else 1))
+    given = jax.ShapeDtypeStruct((max(len(made), 1),), jnp.float32)
+    return Probe(call, (avals, given), BALLAST_BYTES * (2 if doubles else 1))
+
+
+def _with_made(inputs: Sequence[Any], avals: Sequence[Any], made: Sequence[int], seeds: Any) -> list[Any]:
+    """Inputs, some of them made inside the program."""
+    merged = list(inputs)
+    for i, x in zip(made, _fill([(avals[i].shape, avals[i].dtype) for i in made], seeds), strict=True):
+        merged[i] = x
+    return merged
 
 
 def _fill(shapes: Sequence[tuple[Any, Any]], seeds: Any) -> list[Any]:

@@ -102,6 +102,7 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     stage_of = np.searchsorted(cuts, np.arange(len(graph.nodes) + 1), side="right") - 1
     outputs = graph.output_set()
     sums: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, int], list[int]] = {}
     for value, last in zip(graph.values, graph.last_uses(), strict=True):
         if value.producer is None:
             continue
@@ -109,8 +110,12 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
         if used > made:
             entry = sums.setdefault((made, used), [0, 0])
             entry[0] += 0 if value.index in outputs else value.n_bytes
+            sizes.setdefault((made, used), []).extend([] if value.index in outputs else [value.n_bytes])
             entry[1] += value.n_bytes if value.is_differentiated and used < n else 0
-    return tuple(Crossing(made, last, size, cotangent) for (made, last), (size, cotangent) in sorted(sums.items()))
+    return tuple(
+        Crossing(made, last, size, cotangent, tuple(sizes[made, last]))
+        for (made, last), (size, cotangent) in sorted(sums.items())
+    )
 
 
 def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxsub.chain import Chain, Run, kept_bytes
 from jaxsub.graph import Graph
+from jaxsub.hosting import hosted_bytes
 
 BACKWARD_FORWARDS = 2.0
 """A backward pass takes about as long as two forward passes: one product for each of a layer's two gradients."""
@@ -176,6 +177,7 @@ class _Replay:
     def scope(self, runs: Sequence[Run], held: int, depth: int) -> None:
         """Run a scope forward, then backward."""
         born: list[int] = []
+        hosted = hosted_bytes(self.chain, runs) if not depth else ((0, 0),) * len(runs)
         stop = runs[-1].stop
         for run in runs:
             is_turn = run is runs[-1] and not run.children
@@ -184,7 +186,7 @@ class _Replay:
             born.append(len(self.steps))
         for position, run in reversed(list(enumerate(runs))):
             is_last = run is runs[-1]
-            self._store(run, born[position], len(self.steps))
+            self._store(run, born[position], len(self.steps), hosted[position])
             first, place = len(self.steps), len(self.spans)
             if run.children:
                 self.scope(run.children, self.chain.held_bytes(run.stop), depth + 1)
@@ -202,14 +204,14 @@ class _Replay:
         if run.children or (run.option is not None and run.option.is_region):
             self.spans.append(Span(depth, phase, first, len(self.steps), run.start, run.stop))
 
-    def _store(self, run: Run, born: int, gone: int) -> None:
-        """What a run leaves behind between its two passes."""
+    def _store(self, run: Run, born: int, gone: int, hosted: tuple[int, int]) -> None:
+        """What a run leaves behind between its two passes, beside what lies in the places of outputs."""
         chain = self.chain
         values = run.option.saved if run.option is not None else ()
         kind = "kept" if run.option is None else "saved"
         for name, n_bytes, made in (
-            ("crossing", int(chain.crossing_bytes[run.start, run.stop]), ()),
-            (kind, kept_bytes(chain, run), values),
+            ("crossing", int(chain.crossing_bytes[run.start, run.stop]) - hosted[0], ()),
+            (kind, kept_bytes(chain, run) - hosted[1], values),
         ):
             if n_bytes and gone > born:
                 self.pieces.append(Piece(name, born, gone, run.start, run.stop, n_bytes, made))

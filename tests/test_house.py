@@ -12,7 +12,7 @@ import pytest
 import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
-PLAIN = ("errors", "budget", "graph", "memory", "ways", "chain", "timeline", "plan", "planners")
+PLAIN = ("errors", "budget", "graph", "memory", "ways", "hosting", "chain", "timeline", "plan", "planners")
 JAX_WING = (
     "compat",
     "store",
@@ -26,6 +26,7 @@ JAX_WING = (
     "options",
     "analytic",
     "seconds",
+    "spent",
     "probes",
     "regions",
     "loops",

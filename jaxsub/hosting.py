@@ -1,0 +1,106 @@
+"""Which of what a plan stores lies in memory that belongs to the outputs: gradients that are not yet written.
+
+The compiler gives every gradient of a weight its place from the start, and the backward pass writes it late. Until then
+the place is free, and what is stored meanwhile is put there where it fits: a whole value into the place of one output
+as large or larger, one value at a time. With small batches, where activations are no larger than weights, much of what
+a plan stores costs nothing so.
+
+Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, those
+made first before others of their size; each goes into the smallest place that is free as long as it lives. Here only
+what stands between the passes is looked at, and only gradients that one product or convolution writes at once: what a
+backward pass allocates for itself may find such a place too, which makes the prediction too high and never too low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxsub.graph import Graph
+
+if TYPE_CHECKING:
+    from jaxsub.chain import Chain, Run
+
+Piece = tuple[int, int, int, bool]
+"""Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
+
+
+def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+    """For each run the bytes of what it leaves behind that outputs host.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages, none of them inside another.
+
+    Returns:
+        For each run two sums: of values that cross the cut behind it, and of what it saves or keeps.
+
+    Example:
+        >>> from jaxsub.chain import Chain, Crossing, Run, Stage
+        >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
+        >>> crossings = (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))
+        >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])
+        ((5, 0), (0, 0), (0, 0))
+    """
+    places = sorted((size, stage) for stage, s in enumerate(chain.stages) for size in s.gradient_sizes)
+    totals = [[0, 0] for _ in runs]
+    if places:
+        for size, run, last, crosses in sorted(_pieces(chain, runs), key=lambda p: (-p[0], p[1], p[3])):
+            found = next((i for i, (room, stage) in enumerate(places) if room >= size and stage <= last), None)
+            if found is not None:
+                places.pop(found)
+                totals[run][0 if crosses else 1] += size
+    return tuple((crossing, kept) for crossing, kept in totals)
+
+
+def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
+    """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
+    run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]
+    for c in chain.crossings:
+        if run_of[c.made] < (run_of[c.last] if c.last < len(run_of) else len(runs)):
+            yield from ((size, run_of[c.made], c.made, True) for size in c.sizes)
+    for number, run in enumerate(runs):
+        if run.option is not None:
+            yield from ((size, number, run.start - 1, False) for size in run.option.saved_sizes)
+        elif not run.children:
+            inside = chain.stages[run.start : run.stop]
+            yield from ((size, number, run.start - 1, False) for s in inside for size in s.keep_sizes)
+
+
+def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
+    """Bytes of the gradients that a run's backward pass writes at once: of weights that a single product reads.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    costly = (node for node in graph.nodes[start:stop] if node.is_costly)
+    weights = (graph.values[v] for node in costly for v in node.inputs if graph.values[v].producer is None)
+    return tuple(w.n_bytes for w in weights if w.is_differentiated and len(w.consumers) == 1)
+
+
+def shared_weight_bytes(graph: Graph, start: int, stop: int) -> int:
+    """Bytes of differentiated weights that a run of nodes reads and others read too: their gradients are sums.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    read = {v for n in graph.nodes[start:stop] for v in n.inputs if graph.values[v].producer is None}
+    weights = [graph.values[v] for v in read if graph.values[v].is_differentiated]
+    return sum(w.n_bytes for w in weights if any(not start <= c < stop for c in w.consumers))
+
+
+def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of each of the values that a region saves beside what it returns.
+
+    Args:
+        graph: The program.
+        start: The region's first node.
+        stop: The node after its last.
+        saved: Offsets of the values from the first that it makes.
+    """
+    first, last = graph.made_by(start, stop).start, graph.last_uses()
+    return tuple(graph.values[first + offset].n_bytes for offset in saved if last[first + offset] < stop)

@@ -1,0 +1,57 @@
+"""Inputs of stages that are gone once read: what crosses a cut is not always kept until the backward pass.
+
+Where an unwrapped stage begins with tanh and goes on with a product, its backward pass reads the tanh and not what the
+tanh was taken of. That crossed the cut in front of the stage, and is counted there; unless something else reads it
+again, the stage keeps the tanh in its place and not beside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from jaxsub import compat
+from jaxsub.analytic import unread_inputs
+from jaxsub.graph import Graph
+from jaxsub.options import Choice, TracedRun
+
+Stretch = tuple[int, int]
+Traced = tuple[TracedRun, tuple[Choice, ...]]
+
+
+def spent_inputs(
+    graph: Graph, runs: Sequence[Stretch], traced: Mapping[Stretch, Traced]
+) -> dict[Stretch, tuple[int, ...]]:
+    """Find the inputs of stages that neither they nor the stages that make them are likely to read again.
+
+    Args:
+        graph: The program.
+        runs: The first node of each stage and the node after its last, in order.
+        traced: The stages that may be recomputed, with what they may save; those alike may share one trace.
+
+    Returns:
+        For each such stage, positions among what it reads: activations that no other stage reads, that
+        the program does not return, and that the stage which makes them neither reads again nor saves.
+    """
+    starts = [start for start, _ in runs]
+    found = {}
+    for run in traced:
+        made = graph.made_by(*run).start
+        reads = tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
+        spent = []
+        for i in sorted(unread_inputs(traced[run][0])):
+            value = graph.values[reads[i]]
+            maker = runs[bisect_right(starts, value.producer or 0) - 1]
+            is_alone = run[0] <= min(value.consumers) and max(value.consumers) < run[1]
+            is_alone = is_alone and value.index not in graph.outputs and maker in traced
+            if is_alone and not _keeps(traced[maker], value.index - graph.made_by(*maker).start):
+                spent.append(i)
+        found[run] = tuple(spent)
+    return found
+
+
+def _keeps(made_by: Traced, offset: int) -> bool:
+    """Whether a stage may keep something that it returns for its own backward pass."""
+    run, choices = made_by
+    read, returned = (frozenset(v for v in atoms if compat.is_var(v)) for atoms in (run.residuals, run.returned))
+    return bool(read & returned) or any(offset in choice.saved for choice in choices)
