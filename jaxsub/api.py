@@ -23,6 +23,7 @@ from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planning import Mirror, Settings, make_plan
 from jaxsub.program import Program, trace
+from jaxsub.spread import sharding_of, spread_over, told
 from jaxsub.statics import Statics, trace_call
 from jaxsub.store import Store
 from jaxsub.targets import Target, get_target
@@ -48,7 +49,7 @@ class Sublinear:
         self._statics = Statics.of(fun, static_argnums, static_argnames)
         self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
         self._programs: dict[Any, Program] = {}
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; its gradient keeps to the plan."""
@@ -80,6 +81,8 @@ class Sublinear:
             if program is None:
                 argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
                 program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
+                if self.settings.in_shardings is not None:
+                    program = self._spread(program, dynamic_args, dynamic_kwargs)
             plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
         run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
@@ -89,9 +92,16 @@ class Sublinear:
         return program, run, plan
 
     def _plan_for(self, program: Program) -> Plan:
-        if program.fingerprint not in self._plans:
-            self._plans[program.fingerprint] = make_plan(program, self.settings)
-        return self._plans[program.fingerprint]
+        key = program.fingerprint, program.shardings
+        if key not in self._plans:
+            self._plans[key] = make_plan(program, self.settings)
+        return self._plans[key]
+
+    def _spread(self, program: Program, args: Any, kwargs: Any) -> Program:
+        """The program with what the user says of where its arguments lie."""
+        leaves = jax.tree.leaves((args, kwargs))
+        said = told(self.settings.in_shardings, args, len(program.consts), len(jax.tree.leaves(kwargs)))
+        return replace(program, shardings=spread_over([*program.consts, *leaves], said))
 
 
 def sublinear(
@@ -106,6 +116,7 @@ def sublinear(
     argnums: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
     cache: bool | str | os.PathLike[str] | Store = True,
     progress: bool = True,
     profile: bool | str = False,
@@ -134,6 +145,9 @@ def sublinear(
         argnums: The arguments its gradient is taken of, as for `jax.grad`; 0 means the first that is not static.
         static_argnums: Positions of arguments that are no arrays; they must be hashable.
         static_argnames: Names of such arguments.
+        in_shardings: Where the positional arguments that are arrays lie, as for `jax.jit` (trees of
+            `jax.sharding.NamedSharding`): budgets are bytes of one device. `None`: as arrays, shapes and explicit mesh
+            axes say; with automatic axes nothing inside `jax.jit` says so.
         cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
             or a directory.
         progress: Whether to show a progress bar when planning takes long.
@@ -165,7 +179,8 @@ def sublinear(
     if fun is not None and not callable(fun):
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
-                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile)  # fmt: skip
+                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile,
+                        in_shardings=in_shardings)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -248,11 +263,11 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
 
 
 def type_of(leaf: Any) -> Any:
-    """What of an argument a trace depends on."""
+    """What of an argument a trace and its plan depend on."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
     try:
-        return jax.typeof(leaf)
+        return jax.typeof(leaf), sharding_of(leaf)
     except TypeError:
         return type(leaf)  # no array: `trace` says what is wrong with it
 

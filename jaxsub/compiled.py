@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsub.compat import cpu_compiler_options
 from jaxsub.crosscompile import cross_compile
@@ -115,6 +117,21 @@ def measure_compiled(
 def _place(leaf: Any, target: Target) -> Any:
     """Take an argument off another device; what is spread over several devices stays so."""
     sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh) and sharding.mesh.size > 1:
+        where = NamedSharding(_mesh_here(sharding.mesh, target), sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and target.device not in sharding.device_set:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     return leaf
+
+
+def _mesh_here(mesh: AbstractMesh, target: Target) -> Mesh:
+    """A mesh of devices that are there: the one that is set, or the first of the target's platform."""
+    assert target.device is not None
+    there = jax.devices(target.device.platform)
+    if len(there) < mesh.size:
+        raise UnsupportedError(
+            f"The arguments are spread over {mesh.size} devices, and here are {len(there)} of `{target.name}`. Pass a "
+            f'target that has as many, such as target="h100:{mesh.size}".'
+        )
+    return Mesh(np.array(there[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)

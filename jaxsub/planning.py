@@ -21,12 +21,13 @@ from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.emit import keep_out
 from jaxsub.errors import JaxsubError, UnsupportedError
-from jaxsub.plan import Plan
+from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
 from jaxsub.shelf import find_plan, put_plan, shelf_key
+from jaxsub.spread import data_share
 from jaxsub.store import Store, open_store
 from jaxsub.targets import Target, get_target
 from jaxsub.wishes import honoured, read_wishes, wishing
@@ -51,6 +52,7 @@ class Settings:
     progress: bool = True
     profile: bool | str = False
     bound: bool = False
+    in_shardings: Any = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.profile, bool) or self.profile == "roofline"):
@@ -87,7 +89,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
     """The plan as it was made before, in this process or another, or else made now."""
     planner, target, store = get(settings.planner), get_target(settings.target), open_store(settings.cache)
     asked = replace(settings, planner="", target=None, cache=False, progress=False)
-    key = shelf_key(program, planner, target, repr(asked)) if settings.mirror is None else None
+    key = shelf_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:
         return _planned(program, settings, target, store)
     plan = find_plan(store, key, program)
@@ -104,6 +106,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         verifier = verifying.Verifier(pricer)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner, cuts = Bounded(wishing(program, once(program, get(settings.planner)), wishes)), cuts_of(program)
+        pricer.share = data_share(program.avals(), program.shardings, program.differentiated)
         if budget == Budget():
             plan = verifying.settle(pricer, cuts[0], planner, None)
             if settings.verify:
@@ -113,6 +116,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
             plan = _trusted(program, pricer, planner, cuts[0], budget)
         else:
             plain = verifier.measure(verifier.plain())
+            if program.shardings:
+                pricer.share = _measured_share(pricer, cuts[0], plain)
             n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
             plan = verifying.fit(verifier, planner, budget, n_bytes, cuts)
             if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
@@ -134,6 +139,13 @@ def _wished(verifier: verifying.Verifier, plan: Plan, wishes: Mapping[str, int],
 
 def _fits(plan: Plan, n_bytes: int) -> bool:
     return plan.measurement is None or plan.measurement.temp_bytes <= n_bytes
+
+
+def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> float:
+    """What one device holds of a predicted byte of the plain gradient."""
+    pricer.share = 1.0
+    found = get("plain")(pricer.chain(cuts), None).prediction
+    return min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
 
 
 def can_plan(program: Program) -> bool:

@@ -26,6 +26,7 @@ from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
+from jaxsub.spread import scaled
 from jaxsub.stages import block_ends, find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
@@ -64,6 +65,7 @@ class Pricer:
         workers: Compiles that run at once.
         profile: Where seconds come from: `False` for the target's figures, `True` to time the stages on the device,
             `"roofline"` for the figures again. Where it is not `False`, chains are weighed by seconds.
+        share: What one device holds of a byte, where the program is spread over several (`jaxsub.spread`).
     """
 
     program: Program
@@ -73,6 +75,7 @@ class Pricer:
     progress: Callable[[str], None] = lambda label: None
     workers: int = 2
     profile: bool | str = False
+    share: float = 1.0
     _prices: dict[Any, int] = field(init=False, default_factory=dict)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
@@ -112,6 +115,7 @@ class Pricer:
         origin = "compiled" if self.is_compiled else "analytic"
         crossings = find_crossings(self.program.graph, cuts)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
+        chain = scaled(chain, self.share)
         return by_seconds(chain) if self.profile else chain
 
     def refine(self, plan: Plan) -> bool:

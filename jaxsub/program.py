@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxsub import compat
 from jaxsub.errors import UnsupportedError
 from jaxsub.flops import bodies_of, flops_of, is_costly
 from jaxsub.graph import Graph, Node, Value
+from jaxsub.spread import Shardings, spread_over
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
 """Primitives with float outputs through which no gradient flows."""
@@ -49,6 +50,7 @@ class Program:
         signatures: For each equation a digest of all that makes it what it is but its place.
         graph: The same program by index.
         traced: The jaxpr it comes from, for its debug information.
+        shardings: Where each input lies; empty where all lies on one device.
     """
 
     eqns: tuple[Any, ...]
@@ -61,6 +63,7 @@ class Program:
     signatures: tuple[bytes, ...]
     graph: Graph
     traced: Any
+    shardings: Shardings = ()
 
     @property
     def fingerprint(self) -> str:
@@ -108,9 +111,9 @@ def trace(
     positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
     positions |= _argument_positions(args, argnums, len(consts), len(leaves))
     names = ["const"] * len(consts) + [_path_name(path) for path, _ in paths]
-    return program_of(
-        eqns, invars, outvars, consts, positions, _loss_position(out_tree, out_leaves), out_tree, names, closed
-    )
+    loss = _loss_position(out_tree, out_leaves)
+    program = program_of(eqns, invars, outvars, consts, positions, loss, out_tree, names, closed)
+    return replace(program, shardings=spread_over([*consts, *leaves]))
 
 
 def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],

@@ -30,6 +30,7 @@ from jaxsub.planners.fit import expected_compile_seconds, is_better
 from jaxsub.planners.held import Held
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
+from jaxsub.spread import constrain, placed
 from jaxsub.stages import find_cuts, shares_most_weights
 from jaxsub.store import key_of
 from jaxsub.timeline import name_pieces, value_label
@@ -74,9 +75,10 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
         leaves = [inputs[i] for i in program.differentiated]
         outs, pullback, rest = jax.vjp(active, leaves, has_aux=True)
         cts = [jnp.ones_like(outs[0])] if program.loss is not None else list(cotangents)
-        return outs, rest, pullback(cts)[0]
+        return outs, rest, constrain(pullback(cts)[0], where)
 
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.invars]
+    where = [program.shardings[i] for i in program.differentiated] if program.shardings else []
+    shapes = placed(program.avals(), program.shardings)
     outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *shapes)
     return of, (shapes, outs)
 
@@ -137,7 +139,13 @@ class Verifier:
     def _text(self, shape: Any) -> str:
         target = self.pricer.target
         return key_of(
-            "plan", compat.remat_flavour(), target.name, target.spec or "", self.program.fingerprint, repr(shape)
+            "plan",
+            compat.remat_flavour(),
+            target.name,
+            target.spec or "",
+            self.program.fingerprint,
+            repr(shape),
+            *map(repr, self.program.shardings),
         )
 
     def _recall(self, shape: Any) -> Measurement | None:

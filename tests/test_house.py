@@ -20,6 +20,7 @@ JAX_WING = (
     "crosscompile_child",
     "crosscompile",
     "compiled",
+    "spread",
     "flops",
     "program",
     "stages",

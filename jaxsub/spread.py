@@ -1,0 +1,154 @@
+"""Where arguments lie on a mesh, so that plans count the bytes of one device.
+
+A program whose arguments are spread over a mesh is compiled with their shardings (`jaxsub.verify`), and the compiler
+then says what each device allocates: that is what a budget means. They are known where arrays or
+`jax.ShapeDtypeStruct`s carry them, in types (a mesh with explicit axes tells a trace where values lie), or where the
+user says so (`in_shardings=`): with automatic axes a value inside `jax.jit` does not know where it will lie.
+
+Stages are priced whole, on one device. What one byte of them is on each device is learnt from one figure, the plain
+gradient's bytes compiled over the mesh against those predicted; what that gets wrong the compiler's word on the plans
+puts right. Without a compile the split of the data, which activations follow, is taken for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxsub.chain import Chain
+from jaxsub.errors import UnsupportedError
+
+Shardings = tuple[NamedSharding, ...]
+"""One for each flat input of a program; empty where all lies on one device."""
+
+
+def sharding_of(leaf: Any) -> NamedSharding | None:
+    """Where a value lies, if it is spread over several devices and that is known.
+
+    Args:
+        leaf: An array, a tracer, a `jax.ShapeDtypeStruct` or a Python number.
+
+    Example:
+        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        >>> spread = NamedSharding(mesh, PartitionSpec("data"))
+        >>> sharding_of(jax.ShapeDtypeStruct((64,), "float32", sharding=spread)).spec == PartitionSpec("data")
+        True
+        >>> sharding_of(3.0) is None
+        True
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        found = getattr(jax.typeof(leaf), "sharding", None)
+        return found if found is not None and _is_explicit(found.mesh) and found.mesh.size > 1 else None
+    found = getattr(leaf, "sharding", None)
+    if not isinstance(found, NamedSharding) or found.mesh.size == 1:
+        return None
+    mesh = found.mesh.abstract_mesh
+    if not _is_explicit(mesh):  # without the kind of its devices: one may plan for others
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
+
+
+def spread_over(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
+    """Where all inputs of a program lie; those of which nothing is known lie whole on every device.
+
+    Args:
+        leaves: The inputs.
+        given: What the user says of them, in the same order, `None` where nothing; empty if nothing is said.
+
+    Raises:
+        UnsupportedError: If they are spread over several meshes.
+    """
+    told = [sharding_of(s) if s is not None else None for s in map(_Told, given)] if given else [None] * len(leaves)
+    found = [t or sharding_of(leaf) for t, leaf in zip(told, leaves, strict=True)]
+    meshes = dict.fromkeys(s.mesh for s in found if s is not None)
+    if len(meshes) > 1:
+        raise UnsupportedError(
+            f"The arguments are spread over {len(meshes)} meshes: {'; '.join(map(str, meshes))}. Put them on one."
+        )
+    return tuple(s or NamedSharding(mesh, PartitionSpec()) for mesh in meshes for s in found)
+
+
+def told(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[Any]:
+    """What the user says of every input of a program: nothing of constants and keyword arguments.
+
+    Args:
+        in_shardings: A sharding, or a tuple with one for each positional argument; trees of them, or `None`, stand for
+            the trees of the arguments, as for `jax.jit`.
+        args: The positional arguments that are arrays.
+        n_consts: How many constants come first.
+        n_keywords: How many leaves the keyword arguments have.
+    """
+    is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
+    prefix = in_shardings if isinstance(in_shardings, jax.sharding.Sharding) else list(in_shardings)
+    every = jax.tree.broadcast(prefix, list(args), is_leaf=is_leaf)
+    return [None] * n_consts + jax.tree.leaves(every, is_leaf=is_leaf) + [None] * n_keywords
+
+
+def placed(avals: Sequence[Any], shardings: Shardings) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes, and where they lie."""
+    where = shardings or (None,) * len(avals)
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, where, strict=True)]
+
+
+def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Put gradients where their arguments lie, as an optimizer wants them; explicit axes have seen to it already."""
+    if not shardings:
+        return list(values)
+    return [
+        x if _is_explicit(s.mesh) else jax.lax.with_sharding_constraint(x, s)
+        for x, s in zip(values, shardings, strict=True)
+    ]
+
+
+def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> float:
+    """The share of the data that one device holds: activations are taken to follow the largest undifferentiated input.
+
+    Example:
+        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        >>> where = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",))]
+        >>> data_share([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
+        0.125
+    """
+    sizes = [math.prod(a.shape) for a in avals]
+    data = [i for i in range(len(avals)) if i not in differentiated] or list(range(len(avals)))
+    if not shardings or not max(sizes[i] for i in data):
+        return 1.0
+    largest = max(data, key=lambda i: sizes[i])
+    return float(math.prod(shardings[largest].shard_shape(tuple(avals[largest].shape))) / sizes[largest])
+
+
+def scaled(chain: Chain, share: float) -> Chain:
+    """A chain whose every byte is the share of it that one device holds.
+
+    Example:
+        >>> from jaxsub.chain import Crossing, Stage
+        >>> whole = Chain((Stage(0, 1, transient_bytes=80), Stage(1, 2)), (), (Crossing(0, 1, 16, 16),))
+        >>> scaled(whole, 0.125).stages[0].transient_bytes
+        10
+    """
+    if share == 1.0:
+        return chain
+    items = tuple(replace(i, options=tuple(_shrunk(o, share) for o in i.options)) for i in chain.items)
+    stages = tuple(_shrunk(s, share) for s in chain.stages)
+    return replace(chain, stages=stages, items=items, crossings=tuple(_shrunk(c, share) for c in chain.crossings))
+
+
+def _shrunk(part: Any, share: float) -> Any:
+    sizes = {f.name: getattr(part, f.name) for f in fields(part) if f.name.endswith("_bytes")}
+    return replace(part, **{name: math.ceil(size * share) for name, size in sizes.items()})
+
+
+def _is_explicit(mesh: Any) -> bool:
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+class _Told:
+    """A sharding that stands for its argument."""
+
+    def __init__(self, sharding: Any):
+        self.sharding = sharding
