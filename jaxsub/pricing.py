@@ -30,7 +30,7 @@ from jaxsub.spread import scaled
 from jaxsub.stages import block_ends, find_crossings, kind_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
-from jaxsub.ways import Conditional, Loop, Way, walk
+from jaxsub.ways import Conditional, Loop, Way, is_like, walk
 
 NEAR_BYTES = 1.3
 """Ways to run a loop that are said to need less than this share of another are compiled together with it."""
@@ -334,7 +334,7 @@ class Pricer:
         known = [
             (w.transient_bytes - w.kept_bytes, self._prices[k] - w.kept_bytes)
             for w in self._ways[key[1]]
-            if _is_like(way, w)
+            if is_like(way.loop, w.loop)
             if (k := self._key("loop", stage.start, stage.stop, replace(w.loop, node=0))) in self._prices
         ]
         scale = max((found / max(guess, 1) for guess, found in known), default=1.0)
@@ -411,13 +411,3 @@ class Pricer:
         if isinstance(saved, Loop | Conditional):
             return probes.loop_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
         return probes.probe(what, self.program, start, stop, saved, doubles=self.target.platform == "cpu")
-
-
-def _is_like(a: WayChoice, b: WayChoice) -> bool:
-    """Whether two ways to run a loop differ only in numbers of steps."""
-    if not isinstance(a.loop, Loop) or not isinstance(b.loop, Loop):
-        return False
-    shapes = [
-        (len(w.blocks), bool(w.kept_steps), replace(w, node=0, blocks=(), kept_steps=0)) for w in (a.loop, b.loop)
-    ]
-    return shapes[0] == shapes[1]

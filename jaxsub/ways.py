@@ -8,7 +8,7 @@ a branch, is an `Inside`: its segments, its gradient barriers, and how its own l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +93,11 @@ def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
     for segment in segments:
         yield segment
         yield from walk(segment.children)
+
+
+def is_like(a: Way, b: Way) -> bool:
+    """Whether two ways are those of a loop and differ only in numbers of steps."""
+    if not isinstance(a, Loop) or not isinstance(b, Loop):
+        return False
+    shapes = [(len(w.blocks), bool(w.kept_steps), replace(w, node=0, blocks=(), kept_steps=0)) for w in (a, b)]
+    return shapes[0] == shapes[1]
