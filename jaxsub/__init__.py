@@ -7,6 +7,7 @@ from jaxsub import planners, policies
 from jaxsub.api import Sublinear, measure, plan, sublinear
 from jaxsub.batches import max_batch
 from jaxsub.budget import Budget
+from jaxsub.compat import quiet_cuda_plugin
 from jaxsub.errors import (
     BudgetError,
     InfeasibleBudgetError,
@@ -46,6 +47,8 @@ __all__ = [
     "residuals",
     "sublinear",
 ]
+
+quiet_cuda_plugin()  # the extra `targets` brings a plugin that would print a traceback where there is no GPU
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import pytest
+import zoo
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxsub
 from jaxsub import crosscompile, targets
 from jaxsub.compat import NVIDIA_DRIVERS
 from jaxsub.compiled import measure_compiled
@@ -155,6 +157,27 @@ def test_bf16_chain_on_an_absent_h200():
 
 
 @needs_packages
+@pytest.mark.slow
+def test_a_planned_bf16_chain_fits_19_units_of_an_absent_h200(tmp_path):
+    """64 bf16 layers, planned for an H200: a budget of 19 units, of 129, is met."""
+    plan = jaxsub.plan(chain, *CHAIN, budget=19 * ACTIVATION_BYTES, argnums=1, target="h200", cache=tmp_path,
+                       progress=False)  # fmt: skip
+    assert plan.plain_measurement.temp_bytes / ACTIVATION_BYTES == pytest.approx(129, abs=1)
+    assert plan.measurement.temp_bytes <= 19 * ACTIVATION_BYTES
+    assert (plan.measurement.target, plan.prediction.seconds_origin) == ("h200", "roofline")
+
+
+@needs_packages
+@pytest.mark.exhaustive
+def test_an_unrolled_lstm_fits_170_mib_of_an_absent_h200(tmp_path):
+    """LSTM, 4 layers x 32 steps, planned for an H200: 2584 MiB become at most 170 MiB."""
+    loss, args = zoo.BY_NAME["lstm"].full()
+    plan = jaxsub.plan(loss, *args, budget="170MiB", target="h200", cache=tmp_path, progress=False)
+    assert plan.plain_measurement.temp_bytes / 2**20 == pytest.approx(2584, rel=0.01)
+    assert plan.measurement.temp_bytes <= 170 * 2**20
+
+
+@needs_packages
 @pytest.mark.parametrize("name", NAMES)
 def test_every_gpu_of_the_table_compiles(name):
     """XLA takes every spec of the table and compiles a gradient for it."""
@@ -294,9 +317,9 @@ def test_a_users_session_is_left_alone(backends_first):
 @pytest.mark.skipif(any(map(os.path.exists, NVIDIA_DRIVERS)), reason="there is a GPU: the plugin starts")
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_jax_says_nothing_of_a_gpu_that_is_not_there(is_quiet):
-    """With the plugin installed JAX prints a traceback at its first use, and none after `quiet_cuda_plugin`."""
-    code = "import jax; from jaxsub.compat import quiet_cuda_plugin as quiet; "
-    code += "quiet(); quiet(); " * is_quiet + "print(jax.devices()[0].platform)"
+    """With the plugin installed JAX prints a traceback at its first use, and none where jaxsub is imported."""
+    code = "import jaxsub, jaxsub.compat; jaxsub.compat.quiet_cuda_plugin(); " * is_quiet
+    code += "import jax; print(jax.devices()[0].platform)"
     done = run_unset(code)
     assert done.stdout == "cpu\n"
     assert ("Jax plugin configuration error" in done.stderr) is not is_quiet
