@@ -215,6 +215,9 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Held]) -> Infeasible
         " No jaxsub.sublinear function stands inside the step, so nothing can be recomputed: wrap the loss, "
         "loss = jaxsub.sublinear(loss)."
     )  # fmt: skip
+    fixed = [site.name for site in least.trial.sites.values() if not site.is_sized]
+    if fixed:
+        wrap += f" `{'`, `'.join(fixed)}` cannot be planned by the step: made with plan= or mirror=, or no gradient."
     raise_to = f"Pass memory={needed}"
     donate = sum(h.kept_bytes for h in held)
     names = [h.name for h in held if h.kept_bytes]

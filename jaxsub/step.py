@@ -159,9 +159,13 @@ class Step:
         return self._ready[key]
 
     def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        limit = device_bytes(get_target(self.target)) if self.memory == "device" else None
         with Progress(self._progress) as told:
             sizing = self.sizing(args, kwargs, told)
-            best, n_bytes = self.fit(sizing, args, kwargs)
+            n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
+            best = sizing.run(n_bytes)
+            if best is None:
+                raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
         run = best.run if sizing.target.is_present else self._jitted(best.trial)
         return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
 
@@ -175,25 +179,11 @@ class Step:
 
         return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told)
 
-    def fit(self, sizing: Sizing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attempt, int]:
-        """The step that fits and recomputes least, and what it may take.
-
-        Raises:
-            InfeasibleBudgetError: If none is found.
-        """
-        n_bytes = self._n_bytes(sizing.target, sizing.first)
-        best = sizing.run(n_bytes)
-        if best is None:
-            raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
-        return best, n_bytes
-
-    def _n_bytes(self, target: Target, first: Attempt) -> int:
+    def _n_bytes(self, first: Attempt) -> int:
         """What the step may take, in bytes."""
-        if isinstance(self.memory, Budget):
-            if self.memory.n_bytes is not None:
-                return self.memory.n_bytes
-            return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
-        return device_bytes(target)
+        if self.memory.n_bytes is not None:
+            return int(self.memory.n_bytes)
+        return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
 
     def _jitted(self, trial: Trial, *, is_here: bool = True) -> Any:
         run = functools.wraps(self.fun)(sites.tried(self.fun, trial))

@@ -230,7 +230,7 @@ def test_budgets_and_plans_of_ones_own_are_kept():
     assert report.sites[0].plan.segments == own.segments
     assert own.segments
     fixed = jaxsub.sublinear(loss, plan=own)
-    with pytest.raises(jaxsub.InfeasibleBudgetError):
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match="`loss` cannot be planned by the step: made with plan="):
         quiet(step_of(fixed), memory="300KiB").report(*state(), *batch())
 
 
