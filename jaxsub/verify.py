@@ -42,7 +42,7 @@ CLOSE = 0.96
 MARGIN = 0.003
 """Share of the budget to aim below it: without it the repair creeps up on the budget and misses by as much."""
 
-MUCH_AGAIN, LARGE, GAIN = 0.06, 0.25, 0.015
+MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
 """Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
 this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
 

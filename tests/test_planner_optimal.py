@@ -92,9 +92,13 @@ def test_longer_chains_equal_brute_force(n, seed):
     assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
 
 
-def test_nine_stages_equal_brute_force():
-    """Equal cost on a chain of nine stages without options."""
-    chain = random_chain(random.Random(9).randint, 9, n_items=0)
+@pytest.mark.parametrize(
+    ("seed", "n_items"),
+    [(9, 0), *(pytest.param(seed, n_items, marks=pytest.mark.exhaustive) for seed in range(6) for n_items in (0, 1))],
+)
+def test_nine_stages_equal_brute_force(seed, n_items):
+    """Equal cost on chains of nine stages, the longest that brute force masters, with options and without."""
+    chain = random_chain(random.Random(seed).randint, 9, n_items=n_items)
     assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
 
 
