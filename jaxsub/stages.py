@@ -118,6 +118,10 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     )
 
 
+SEEDED = ("random_fold_in", "random_seed")
+"""What these take beside keys is data, whatever its value: in it alone do a model's layers with dropout differ."""
+
+
 def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:
     """The key under which a run of nodes is priced: what it computes, whatever its place, and how gradients flow.
 
@@ -129,8 +133,14 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
     first, place = made.start, dict[int, int]()
     digest = hashlib.blake2b(digest_size=16)
     for i in range(start, stop):
-        refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in graph.nodes[i].inputs]
-        digest.update(signatures[i] + repr(refs).encode())
+        node = graph.nodes[i]
+        refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
+        is_seeded = node.primitive in SEEDED
+        types = [
+            (graph.values[v].shape, str(graph.values[v].dtype)) for v in (*node.inputs, *node.outputs) if is_seeded
+        ]
+        signature = repr((node.primitive, types)).encode() if is_seeded else signatures[i]
+        digest.update(signature + repr(refs).encode())
     ends = [(graph.values[v].is_differentiated, v in weights) for v in place]
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
     digest.update(repr((ends, returns)).encode())

@@ -142,6 +142,18 @@ def test_regions_have_names_in_profiles():
     assert all(f"jaxsub/segment_{i}/" in text for i in range(2))
 
 
+def test_a_profile_names_regions(tmp_path):
+    """A trace by jax.profiler carries the names of regions, for a viewer to show."""
+    step = jaxsub.jit(jax.value_and_grad(planned(planner="chen")))
+    jax.block_until_ready(step(params(), X))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(params(), X))
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    trace = file.read_bytes()
+    assert all(f"jaxsub/segment_{i}/".encode() in trace for i in range(2))
+    assert b"jaxsub/segment_99/" not in trace
+
+
 class Mlp(eqx.Module):
     """A network with a function, a float and a flag among its leaves, as Equinox modules have them."""
 

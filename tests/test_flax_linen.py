@@ -1,5 +1,7 @@
 """Linen: remat under every policy, lifted losses, and policies put on a model that nobody edits."""
 
+from itertools import pairwise
+
 import chex
 import flax.linen as nn
 import jax
@@ -11,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_policies
 import jaxsub
 from jaxsub.errors import PolicyError
 from jaxsub.flax import linen, policies
+from jaxsub.program import trace
+from jaxsub.stages import find_cuts, kind_of
 
 ALL = ["save_nothing", "save_all", "save_costly", "save_within(2KiB)", "sqrt", "recursive(2)", None]
 DIM, KEY = 8, jax.random.key(0)
@@ -219,6 +223,20 @@ def test_policies_on_a_model_that_nobody_edits(patterns, paths):
     assert n_regions(lambda v: gradient(Net(), v), variables) == 0
 
 
+@pytest.mark.parametrize("pattern", ["Block", "block", "block.out"])
+def test_policies_inside_nn_scan(pattern):
+    """A module in a loop is matched by its class, its name and its path, once, and its regions stand in the body."""
+    variables = init(Scanned())
+    wanted = gradient(Scanned(), variables)
+    with policies({pattern: "save_nothing"}) as swap:
+        got = gradient(Scanned(), variables)
+        assert n_regions(lambda v: gradient(Scanned(), v), variables) > 0
+    assert_same(got, wanted)
+    assert {m.path for m in swap.matched} == {"block/out" if "out" in pattern else "block"}
+    with pytest.raises(PolicyError, match="Called were: .*block Block"), policies({"block_7": "save_nothing"}):
+        gradient(Scanned(), variables)
+
+
 def test_inner_policies_hold_inside_outer_ones():
     """A module that saves nothing inside one that saves what is costly: only its own products are made again."""
     variables = init(Net())
@@ -256,6 +274,29 @@ def test_an_error_inside_is_not_covered_by_another():
         policies({})
     with pytest.raises(PolicyError, match="module class or text"):
         policies({3: "save_costly"})
+
+
+class Dropping(nn.Module):
+    """Like layers, each with dropout of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(6):
+            x = x + nn.Dropout(0.5, deterministic=False)(nn.Dense(DIM)(nn.gelu(nn.Dense(4 * DIM)(x))))
+        return x
+
+
+def test_layers_that_differ_in_their_dropout_keys_alone_are_priced_once():
+    """Linen folds a number of its own into every layer's key: data, which makes no stage another kind of stage."""
+    model = Dropping()
+    variables = model.init({"params": KEY, "dropout": KEY}, X)
+    program = trace(lambda v, key: (model.apply(v, X, rngs={"dropout": key}) ** 2).sum(), (variables, KEY), {})
+    folds = [i for i, n in enumerate(program.graph.nodes) if n.primitive == "random_fold_in"]
+    assert len({program.signatures[i] for i in folds}) > 1
+    cuts = find_cuts(program.graph)
+    kinds = [kind_of(program.graph, program.signatures, a, b) for a, b in pairwise(cuts)]
+    assert len(kinds) >= 6
+    assert len(set(kinds)) <= len(kinds) // 2 + 1
 
 
 def test_flax_is_optional():

@@ -232,6 +232,37 @@ def test_policies_on_a_model_that_nobody_edits(patterns, paths, plain):
     assert n_regions(Net()) == 0
 
 
+class Stacked(nnx.Module):
+    """Four blocks as a loop over stacked parameters, inside a module."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(key):
+            return nnx.Linear(DIM, DIM, rngs=nnx.Rngs(key))
+
+        self.layers = make(jax.random.split(jax.random.key(0), 4))
+        self.head = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        def step(x, layer):
+            return jnp.tanh(layer(x)), None
+
+        scan = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        return self.head(scan(x, self.layers)[0])
+
+
+@pytest.mark.parametrize("pattern", ["Linear", nnx.Linear, "head"], ids=["name", "type", "path"])
+def test_policies_inside_nnx_scan(pattern):
+    """Modules in a loop are matched by class, those outside by path too; the gradient stays."""
+    model = Stacked()
+    wanted = nnx.grad(loss)(model, X)
+    with policies({pattern: "save_nothing"}) as swap:
+        got = nnx.grad(loss)(model, X)
+        assert n_regions(model) == (1 if pattern == "head" else 2)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+    assert "head" in {m.path for m in swap.matched}
+
+
 def test_a_pattern_that_matches_nothing_is_an_error():
     """The error lists what was called; classes are put back all the same."""
     call = Block.__call__
