@@ -395,6 +395,7 @@ class Pricer:
         """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
         fresh = replace(self)
         fresh._traced, fresh._kinds, fresh._counted = self._traced, self._kinds, self._counted
+        fresh._ways = self._ways
         return fresh
 
     def _recall(self, key: Any) -> int | None:

@@ -115,7 +115,7 @@ def loop_choices(
         whole = _pareto([_choice(body, step, blocks, 0, body.plain) for step in body.steps for blocks in sizes])
         found += whole
         for c in whole:
-            if len(c.loop.blocks) == 1:
+            if len(c.loop.blocks) == 1 or (not c.loop.blocks and c.loop.is_recomputed):
                 step = next(
                     s for s in body.steps if replace(c.loop, blocks=()) == Loop(node, begin=body.begin, **s.fields)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -54,9 +55,13 @@ def _way_lines(way: Way, indent: str = "") -> Iterator[str]:
     words = [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
     if way.is_recomputed:
         words.append("each step executed again" + (f", {len(way.saved)} values saved" if way.saved else ""))
-    words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
+    if way.kept_steps:
+        saves = "" if way.kept_saved is None else f" with {len(way.kept_saved)} values saved"
+        words.append(f"the last {way.kept_steps} steps kept{saves}")
+    words += [f"begun in mid-step, at equation {way.begin} of it"] if way.begin else []
     words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
-    yield f"{indent}loop       equation {way.node}: {'; '.join(words) or 'as it is'}"
+    text = f"{indent}loop       equation {way.node}: {'; '.join(words) or 'as it is'}"
+    yield from textwrap.wrap(text, COLUMNS, subsequent_indent=indent + " " * 11, drop_whitespace=True)
     yield from (line for inner in way.inside.ways for line in _way_lines(inner, indent + "    "))
 
 
