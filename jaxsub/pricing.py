@@ -27,7 +27,7 @@ from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
 from jaxsub.spread import scaled
-from jaxsub.stages import block_ends, find_crossings, kind_of
+from jaxsub.stages import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 from jaxsub.ways import Conditional, Loop, Way, is_like, walk
@@ -37,10 +37,6 @@ NEAR_BYTES = 1.3
 
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
-
-REGION_EQUATIONS = 1000
-"""Most equations in one of several stages: in larger ones a stage is several blocks, whose own cut is nearly as good,
-and tracing the gradient of thousands of equations is what planning would spend its time on."""
 
 HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
@@ -104,10 +100,8 @@ class Pricer:
         self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks])
         spent = self._spent(runs)
         stages = tuple(self._stage(start, stop, spent.get((start, stop), ())) for start, stop in runs)
-        spans = [(s, s + size) for size in (1, *sizes) for s in range(len(runs) - size)]
-        spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
-        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
-        wanted = dict.fromkeys((*self._worth(list(dict.fromkeys(spans)), cuts), *blocks))
+        spans = spans_of(cuts, ends, sizes)
+        wanted = dict.fromkeys((*self._worth(spans, cuts), *blocks))
         items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b])) for a, b in wanted]
         items += [
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)

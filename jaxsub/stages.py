@@ -25,6 +25,10 @@ from jaxsub.graph import Graph
 MAX_STAGES = 256
 """More stages than this gain little and cost planning time, which grows with their cube."""
 
+REGION_EQUATIONS = 500
+"""Most equations in a region of several stages where stages were merged for being too many: each is several blocks,
+whose own cut is nearly as good, and to trace gradients of more is what planning would spend its time on."""
+
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
 
@@ -77,6 +81,22 @@ def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
     blocks = set(find_cuts(graph))
     ends = [stage for stage, node in enumerate(cuts) if node in blocks]
     return [] if len(ends) == len(cuts) or shares_most_weights(graph) else ends
+
+
+def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of stages that may stand as one region, the last stage left out: single ones, and several stages or blocks.
+
+    Args:
+        cuts: The first node of each stage, and the number of nodes last.
+        ends: The stages at which blocks start.
+        sizes: How many stages, or blocks, those of several have.
+    """
+    n = len(cuts) - 1
+    spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
+    spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
+    if n >= MAX_STAGES:
+        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
+    return list(dict.fromkeys(spans))
 
 
 def live_bytes(graph: Graph) -> np.ndarray:

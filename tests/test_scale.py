@@ -23,7 +23,7 @@ from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.recursive import recursive_runs
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
-from jaxsub.stages import find_crossings, find_cuts, kind_of
+from jaxsub.stages import MAX_STAGES, find_crossings, find_cuts, kind_of, spans_of
 from jaxsub.targets import get_target
 from jaxsub.verify import cut_choices, finish
 from jaxsub.ways import Segment
@@ -206,6 +206,13 @@ def test_many_equations_are_cut_at_once():
     cuts = find_cuts(graph)
     assert len(cuts) <= 257
     assert len(find_crossings(graph, cuts)) == len(cuts) - 1
+
+
+def test_regions_of_merged_stages_stay_small():
+    """Where stages were merged, regions of several hold few equations; elsewhere, any number."""
+    for n, sizes in ((MAX_STAGES - 1, {1, 2, 8}), (MAX_STAGES, {1, 2})):
+        cuts = range(0, 100 * n + 1, 100)
+        assert {b - a for a, b in spans_of(cuts, [], (2, 8))} == sizes
 
 
 def test_deep_nests_of_many_equations_are_stored():
