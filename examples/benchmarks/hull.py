@@ -54,7 +54,7 @@ BUDGETS: dict[str, tuple[float, ...]] = {
 BLOCKS = {"mlp": 48, "gpt16": 16, "unet": 9, "vit": 12, "resnet": 16, "lstm": 32, "resnet198": 66}
 CONVOLUTIONAL = frozenset(("unet", "resnet", "resnet198"))
 TARGETS = {"mlp": ("cpu", "h200"), "gpt16": ("cpu", "h200")}
-QUICK_BUDGETS = (0.5, 0.3)
+QUICK_BUDGETS = (0.4,)
 QUICK_BLOCKS = {"mlp": 12, "gpt16": 4}
 
 Point = tuple[float, float]
