@@ -7,12 +7,13 @@ a plan stores costs nothing so.
 
 Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, those
 made first before others of their size; each goes into the smallest place that is free as long as it lives. Here only
-what stands between the passes is looked at, and only gradients that one product or convolution writes at once: what a
-backward pass allocates for itself may find such a place too, which makes the prediction too high and never too low.
+what stands between the passes is looked at, and only gradients that one product or convolution writes at once. What a
+backward pass allocates for itself may find such a place too: that is left out, which makes the prediction rather high.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
     totals = [[0, 0] for _ in runs]
     if places:
         for size, run, last, crosses in sorted(_pieces(chain, runs), key=lambda p: (-p[0], p[1], p[3])):
-            found = next((i for i, (room, stage) in enumerate(places) if room >= size and stage <= last), None)
+            first = bisect_left(places, (size, -1))
+            found = next((i for i in range(first, len(places)) if places[i][1] <= last), None)
             if found is not None:
                 places.pop(found)
                 totals[run][0 if crosses else 1] += size

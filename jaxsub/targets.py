@@ -147,10 +147,10 @@ class _Gpu:
 # - L4: "NVIDIA L4 Tensor Core GPU Datasheet" (sparse figures halved);
 # - RTX 4090, RTX 3090: the Ada and GA102 architecture papers, appendix A, tensor rates with f32 accumulate.
 # Cores, caches and shared memory: the same papers and the CUDA C++ Programming Guide's table of compute capabilities.
-# Compared with public tables of these figures: glennklockwood.com/garden/processors (H100, A100: cores, bandwidth, rates
-# by dtype), archive-lib.hpctech.co.jp (H100: caches, shared memory), aiminingco.com (H200: memory; the rest is the
-# H100's), sysrqmts.com (A100, V100, T4: cores, clocks, bandwidth, caches, rates), fpsbench.com (L4; some tables give it
-# the 60 cores of the whole AD104 die), thefpsreview.com (RTX 4090), igorslab.de (RTX 3090: cores and rate).
+# Compared with public tables of these figures: glennklockwood.com/garden/processors (H100, A100: cores, bandwidth,
+# rates by dtype), archive-lib.hpctech.co.jp (H100: caches, shared memory), aiminingco.com (H200: memory, and that the
+# rest is the H100's), sysrqmts.com (A100, V100, T4: cores, clocks, bandwidth, caches, rates), fpsbench.com (L4; some
+# tables give it the 60 cores of the whole die), thefpsreview.com (RTX 4090), igorslab.de (RTX 3090: cores and rate).
 _HOPPER: dict[str, Any] = {
     "vector": {"float32": 66.9, "float64": 33.5, "float16": 133.8, "bfloat16": 133.8},
     "tensor": {"float16": 989.5, "bfloat16": 989.5, "tfloat32": 494.7, "float8": 1979, "int8": 1979, "float64": 66.9},
