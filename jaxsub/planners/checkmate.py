@@ -19,7 +19,8 @@ variables may be fractions, a lower one still. `jaxsub.planners.nested` keeps th
 Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, *Checkmate: breaking the memory wall with
 optimal tensor rematerialization* (MLSys 2020), with its partition into frontier-advancing stages. Ours in addition:
 options, cotangents that pass over stages, and nested regions as linear constraints. What the compiler makes before
-the program starts (`Stage.hoisted_bytes`) is counted in backward steps only.
+the program starts (`Stage.hoisted_bytes`) is counted in backward steps only, and of what outputs host
+(`jaxsub.hosting`) the most that could be: both leave more room than there is, never less.
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ class Schedules:
         self.unit_flops = max(self.chain.forward_flops, 1.0)
         self.crossings = [c for c in self.chain.crossings if c.n_bytes > 0]
         self._stored = tuple((o, w) for o, w in enumerate(self.modes) if w.stored_bytes or w.is_remade)
+        self._places = [(size, s) for s, stage in enumerate(self.chain.stages) for size in stage.gradient_sizes]
+        self._values = list(_hostable(self.chain))
+        self._hosted: dict[int, int] = {}
         self._variables()
         self._forward()
         for t in range(len(self.chain.stages)):
@@ -221,12 +225,28 @@ class Schedules:
             if kind == "R":
                 t, i = key
                 needed = self._read_bytes(i) + self.chain.stages[i].forward_bytes + self.chain.held_bytes(t + 1)
+                needed -= self._hosted_bytes(t)
             elif kind == "Z":
-                needed = self._read_bytes(self.modes[key[0]].start) + self.modes[key[0]].back_bytes
+                mode = self.modes[key[0]]
+                needed = self._read_bytes(mode.start) + mode.back_bytes - self._hosted_bytes(mode.stop - 1)
             else:
                 continue
             most[v] = needed <= self.budget_bytes
         return Bounds(0, most)
+
+    def _hosted_bytes(self, stage: int) -> int:
+        """The most that outputs can host of what stages before `stage` make: in each place the largest value it takes.
+
+        See `jaxsub.hosting`: a value goes into the place of a gradient that is written after it is read.
+        """
+        if stage not in self._hosted:
+            values = np.array([v[:2] for v in self._values if v[2] < stage], dtype=np.int64).reshape(-1, 2)
+            total = 0
+            for room, place in self._places:
+                sizes = values[(values[:, 0] <= room) & (values[:, 1] >= place), 0]
+                total += int(sizes.max()) if sizes.size else 0
+            self._hosted[stage] = total
+        return self._hosted[stage]
 
     def _read_bytes(self, stage: int) -> int:
         return sum(x.n_bytes for x in self.crossings if x.made < stage <= x.last)
@@ -241,7 +261,7 @@ class Schedules:
             ]
             held += [(self._kept(last, o), w.stored_bytes) for o, w in self._stored if w.stop <= i]
             held += [(self.var("Z", o), -now) for o, w in enumerate(self.modes) if w.stop == n and w.start <= i]
-            self._fits(held, now)
+            self._fits(held, now - self._hosted_bytes(i))
 
     def _kept(self, t: int, o: int) -> int | None:
         """The variable that says whether what mode o keeps is held when phase t begins."""
@@ -251,16 +271,17 @@ class Schedules:
         return self.var("Z", o) if mode.stored_bytes and mode.stop - 1 <= t else None
 
     def _phase(self, t: int) -> None:
+        hosted = self._hosted_bytes(t)
         ending = [o for o, w in enumerate(self.modes) if w.stop - 1 == t]
         for c, x in enumerate(self.crossings):
             if x.made < t:
                 self._value(t, c, [o for o in ending if x.made < self.modes[o].start <= x.last])
         for i in range(t):
-            self._fits(self._during(t, i))
+            self._fits(self._during(t, i), -hosted)
         for o, w in self._stored:
             if w.is_remade and w.stop - 1 <= t:
                 self._remade(t, o)
-        self._fits(self._backward(t, ending), self._hoisted_bytes(t))
+        self._fits(self._backward(t, ending), self._hoisted_bytes(t) - hosted)
 
     def _value(self, t: int, c: int, readers: Sequence[int]) -> None:
         """What is read is there, and what is there was held or made."""
@@ -328,6 +349,16 @@ WAIT_SECONDS = 0.05
 
 OPTIMAL, INFEASIBLE = 0, 2
 """What scipy.optimize.milp says of how it ended."""
+
+
+def _hostable(chain: Chain) -> Iterator[tuple[int, int, int]]:
+    """Bytes of values that may stand between the passes, the last stage that may host each, the stage that makes it."""
+    for c in chain.crossings:
+        yield from ((size, c.made, c.made) for size in c.sizes)
+    for s, stage in enumerate(chain.stages):
+        yield from ((size, s - 1, s) for size in stage.keep_sizes)
+    for item in chain.items:
+        yield from ((size, item.start - 1, item.start) for option in item.options for size in option.saved_sizes)
 
 
 def _interruptible(call: Callable[[], OptimizeResult]) -> OptimizeResult:

@@ -187,11 +187,12 @@ class Milp:
         """Runs that execute less again than `most`, if any were found, and whether nothing is better."""
         program = Regions(chain, budget_bytes)
         found = program.solve(most=most * (1 - PROOF), seconds=self.seconds / 2)
+        is_exact = found.is_proved and not any(stage.gradient_sizes for stage in chain.stages)
         if found.values is None:
-            return None, found.is_proved
+            return None, is_exact
         runs = runs_of(program, found.values)
         prediction = predict(chain, runs)
         is_better = prediction.temp_bytes <= budget_bytes and prediction.extra_flops < most
         if not is_better or depth(runs) > Optimal().max_depth:
             return None, False
-        return runs, found.is_proved
+        return runs, is_exact

@@ -41,6 +41,9 @@ class Regions(Schedules):
         for o, mode in enumerate(self.modes):
             self._whole_mode(o, mode)
 
+    def _hosted_bytes(self, stage: int) -> int:
+        return 0  # how much is hosted depends on the whole plan: what is found here fits without
+
     def _cuts(self, t: int) -> None:
         """Cuts stay, hold what crosses them, and are where executing again begins; it goes on to the frontier."""
         for q in range(1, t):
