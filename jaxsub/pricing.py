@@ -129,7 +129,7 @@ class Pricer:
     def _loop_jobs(self, loop: Way) -> Iterator[Job]:
         """The way a loop runs, and while that is not priced its rivals among those that run less again.
 
-        One is that which needs least, the other that which runs least again and may need little more than the way.
+        Two are those that need least, one that which runs least again and may need little more than the way.
         """
         used, run = replace(loop, node=0), (loop.node, loop.node + 1)
         yield "loop", *run, used
@@ -145,9 +145,9 @@ class Pricer:
         ]
         if chosen is not None and rivals:
             near = [w for w in rivals if w.transient_bytes <= NEAR_BYTES * chosen.transient_bytes]
-            least = min(rivals, key=lambda w: w.transient_bytes)
-            cheapest = min(near, key=lambda w: w.again_flops, default=least)
-            yield from (("loop", *run, replace(w.loop, node=0)) for w in (least, cheapest))
+            least = sorted(rivals, key=lambda w: w.transient_bytes)[:2]
+            cheapest = min(near, key=lambda w: w.again_flops, default=least[0])
+            yield from (("loop", *run, replace(w.loop, node=0)) for w in (*least, cheapest))
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Single stages, and longer regions of kinds that occur more than once: the others are not worth a trace."""

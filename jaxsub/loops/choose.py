@@ -80,10 +80,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs."""
+    """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs.
+
+    A loop begun in mid-step puts its gradients of xs together at the end: `put_together_bytes`.
+    """
 
     node: int
     begin: int
+    put_together_bytes: int
     length: int
     carry_bytes: int
     slice_bytes: int
@@ -135,7 +139,7 @@ def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chai
     if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
         turned = rotated(body, n_consts, n_carry, begin)
         found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None)
-        yield replace(found, begin=begin)
+        yield replace(found, begin=begin, put_together_bytes=length * found.slice_gradient_bytes)
 
 
 def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step_bytes: StepBytes | None,
@@ -158,6 +162,7 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     return _Body(
         node=node,
         begin=0,
+        put_together_bytes=0,
         length=length,
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
@@ -261,6 +266,7 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     kept = starts[0] + kept_steps * tail_bytes
     copies = sum(sizes[1:]) * body.slice_gradient_bytes + slices
     transient = kept + max(sum(starts[1:]) + copies + inside, tail.transient_bytes if kept_steps else 0)
+    transient += body.put_together_bytes
     again = n * (levels * body.flops + step.again_flops) + kept_steps * tail.again_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
                 kept_saved=tail.fields.get("saved") if kept_steps else None, begin=body.begin,
