@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from jaxsub.chain import Crossing
-from jaxsub.graph import Graph
+from jaxsub.graph import Graph, Node
 
 MAX_STAGES = 256
 """More stages than this gain little and cost planning time, which grows with their cube."""
@@ -31,6 +31,9 @@ whose own cut is nearly as good, and to trace gradients of more is what planning
 
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
+
+SEEDED = ("random_fold_in", "random_seed")
+"""What these take beside keys is data, whatever its value: in it alone do a model's layers with dropout differ."""
 
 
 def find_cuts(
@@ -138,10 +141,6 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     )
 
 
-SEEDED = ("random_fold_in", "random_seed")
-"""What these take beside keys is data, whatever its value: in it alone do a model's layers with dropout differ."""
-
-
 def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:
     """The key under which a run of nodes is priced: what it computes, whatever its place, and how gradients flow.
 
@@ -155,16 +154,18 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
     for i in range(start, stop):
         node = graph.nodes[i]
         refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
-        is_seeded = node.primitive in SEEDED
-        types = [
-            (graph.values[v].shape, str(graph.values[v].dtype)) for v in (*node.inputs, *node.outputs) if is_seeded
-        ]
-        signature = repr((node.primitive, types)).encode() if is_seeded else signatures[i]
+        signature = _of_types(graph, node) if node.primitive in SEEDED else signatures[i]
         digest.update(signature + repr(refs).encode())
     ends = [(graph.values[v].is_differentiated, v in weights) for v in place]
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
     digest.update(repr((ends, returns)).encode())
     return digest.hexdigest()
+
+
+def _of_types(graph: Graph, node: Node) -> bytes:
+    """What a node is but for the numbers among its inputs."""
+    values = (graph.values[v] for v in (*node.inputs, *node.outputs))
+    return repr((node.primitive, [(v.shape, str(v.dtype)) for v in values])).encode()
 
 
 def _merge(graph: Graph, cuts: list[int], pinned: set[int], max_stages: int) -> tuple[int, ...]:

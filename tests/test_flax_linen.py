@@ -233,7 +233,7 @@ def test_policies_inside_nn_scan(pattern):
         assert n_regions(lambda v: gradient(Scanned(), v), variables) > 0
     assert_same(got, wanted)
     assert {m.path for m in swap.matched} == {"block/out" if "out" in pattern else "block"}
-    with pytest.raises(PolicyError, match="Called were: .*block Block"), policies({"block_7": "save_nothing"}):
+    with pytest.raises(PolicyError, match=r"Called were: .*block Block"), policies({"block_7": "save_nothing"}):
         gradient(Scanned(), variables)
 
 
