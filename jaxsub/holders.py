@@ -18,7 +18,7 @@ from jaxsub.budget import Budget, format_bytes
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Measurement, Plan
 from jaxsub.sizing import Attempt, step_bytes
-from jaxsub.verify import finish, peak_line
+from jaxsub.verify import finish, peak_line, standing
 
 ROWS = 6
 """How many values that stand at the peak are named; the others are counted."""
@@ -244,20 +244,8 @@ def _temporary_lines(attempt: Attempt) -> Iterator[str]:
         plan = finish(site.program, attempt.plans[key], Budget())
         weights = [site.program.graph.values[i] for i in site.program.differentiated]
         rows = [(sum(v.n_bytes for v in weights), f"gradients of {site.name}, {len(weights)} arrays")]
-        rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in _standing(plan)]
+        rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in standing(plan)]
         for n_bytes, words in sorted(rows, key=lambda row: -row[0])[: ROWS + 1]:
             yield f"{format_bytes(n_bytes):>10}  {words}"
         if peak := peak_line(site.program, plan):
             yield f"{'':>10}  {site.name}:{peak}"
-
-
-def _standing(plan: Plan) -> Iterator[tuple[int, str]]:
-    """What stands in memory where a plan is predicted to need most."""
-    timeline = plan.timeline
-    if timeline is None or timeline.peak_step < 0:
-        return
-    step, sizes = timeline.steps[timeline.peak_step], dict[str, int]()
-    yield step.transient_bytes, f"what `{timeline.stage_labels[step.start]}` works with, {step.phase}"
-    for piece in timeline.alive(timeline.peak_step):
-        sizes[piece.label] = sizes.get(piece.label, 0) + piece.n_bytes
-    yield from ((n_bytes, label) for label, n_bytes in sizes.items())

@@ -138,6 +138,17 @@ class StageTimeline:
         """What is stored at a step, largest first."""
         return tuple(sorted((p for p in self.pieces if p.start <= step < p.stop), key=lambda p: -p.n_bytes))
 
+    def standing(self, step: int) -> tuple[tuple[int, str], ...]:
+        """Bytes and words of all that stands at a step, largest first: what is stored, and what the step works with."""
+        found, sizes = self.steps[step], dict[str, int]()
+        stage = self.stage_labels[found.start] if self.stage_labels else f"stage {found.start}"
+        sizes[f"what `{stage}` works with, {found.phase}"] = found.transient_bytes
+        sizes["cotangents, and sums of gradients that stages share"] = found.cotangent_bytes + found.gradient_bytes
+        for piece in self.alive(step):
+            sizes[piece.label] = sizes.get(piece.label, 0) + piece.n_bytes
+        rows = ((n_bytes, words) for words, n_bytes in sizes.items() if n_bytes)
+        return tuple(sorted(rows, key=lambda row: -row[0]))
+
     def stored_bytes(self, start: int, stop: int) -> int:
         """Bytes of what stages `start .. stop - 1` store at the top level until their backward pass."""
         turn = next((i for i, s in enumerate(self.steps) if s.phase == "backward"), len(self.steps))

@@ -49,6 +49,9 @@ this share of the budget, and taken where they spare this share of a forward pas
 LONG_SECONDS = 10.0
 """A compile that is expected to take longer is announced with its time."""
 
+NAMED_HOLDERS = 4
+"""How many of what stands at the peak are named where nothing fits."""
+
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
 
@@ -326,18 +329,30 @@ def _infeasible(verifier: Verifier, search: _Search, budget_bytes: int) -> Infea
     least = search.least_seen
     assert least is not None
     least_bytes = _needed(least)
-    held = finish(verifier.program, least, Budget()).holdings[:4]
-    holders = tuple(f"{h.count} x {format_bytes(h.n_bytes)} {h.label}" for h in held)
+    holders = _holders(finish(verifier.program, least, Budget()))
     at = peak_line(verifier.program, least)
     return InfeasibleBudgetError(
         f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below the least peak that "
         f"`{least.planner}` found, "
-        f"`{format_bytes(least_bytes)}`.{at} It holds {'; '.join(holders) or 'nothing but transients'}. "
+        f"`{format_bytes(least_bytes)}`.{at} It holds {'; '.join(holders)}. "
         f"Pass budget={least_bytes}, or make the batch smaller.",
         requested_bytes=budget_bytes,
         least_bytes=least_bytes,
         holders=holders,
     )
+
+
+def _holders(plan: Plan) -> tuple[str, ...]:
+    """What stands at the predicted peak of a plan, with its share of that."""
+    rows = standing(plan)
+    total = max(1, sum(n_bytes for n_bytes, _ in rows))
+    return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])
+
+
+def standing(plan: Plan) -> tuple[tuple[int, str], ...]:
+    """Bytes and words of what stands where a plan is predicted to need most, largest first."""
+    timeline = plan.timeline
+    return timeline.standing(timeline.peak_step) if timeline is not None and timeline.steps else ()
 
 
 def peak_line(program: Program, plan: Plan) -> str:

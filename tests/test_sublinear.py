@@ -1,6 +1,7 @@
 """The public calls: values and gradients under every planner and budget, what is done only once, bad input."""
 
 import functools
+import re
 from collections.abc import Iterator
 
 import chex
@@ -223,6 +224,10 @@ def test_the_least_budget_named_in_a_refusal_works():
         measured(loss, budget=1)(*args)
     assert refused.value.requested_bytes == 1
     assert str(refused.value.least_bytes) in str(refused.value)
+    shares = [int(held.partition("%")[0]) for held in refused.value.holders]
+    assert shares == sorted(shares, reverse=True)
+    assert 50 <= sum(shares) <= 102  # rounded
+    assert re.search(r"\d+% \([\d.]+ \w+\) .*float32\[.*\] test_sublinear.py:\d+", str(refused.value))
     f = measured(loss, budget=refused.value.least_bytes)
     assert f.plan(*args).measurement.temp_bytes <= refused.value.least_bytes
     assert_as_plain(jax.jit(jax.grad(f))(*args), jax.jit(jax.grad(loss))(*args))
