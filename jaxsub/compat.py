@@ -40,7 +40,9 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
     """Options for a compile on the CPU that keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
 
     Those versions expand optimization barriers before a later pass merges equal expressions, so every straight-line
-    recomputation is merged away. Other backends refuse to compile without that pass: never give them this option.
+    recomputation is merged away. What it merges may be a copy that an update in place needs: values can then be wrong
+    (`dynamic_update_slice` of what a barrier lets through, tests/test_compiled.py).
+    Other backends refuse to compile without that pass: never give them this option.
 
     Args:
         version: The JAX version to decide for.

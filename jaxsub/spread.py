@@ -9,8 +9,8 @@ Stages are priced whole, on one device. What one byte of them is on each device 
 gradient's bytes compiled over the mesh against those predicted; what that gets wrong the compiler's word on the plans
 puts right. Without a compile the split of the data, which activations follow, is taken for it.
 
-On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so that all find the same
-plan; where their compilers might differ, let one plan and send its `Plan.to_json()` to the others, by
+On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so that all find the
+same plan; where their compilers might differ, let one plan and send its `Plan.to_json()` to the others, by
 `jax.experimental.multihost_utils.broadcast_one_to_all` or a file, to be used as `sublinear(loss, plan=...)`.
 """
 
