@@ -175,6 +175,7 @@ class Task:
 
     name: str
     block: str
+    blocks: tuple[str, ...]
     params: Any
     state: Any
     batch: Any
@@ -197,9 +198,9 @@ def resnet(size: Size) -> Task:
         logits, changed = model.apply({"params": params, "batch_stats": stats}, batch[0], mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean(), changed["batch_stats"]
 
-    return Task(
-        "Linen ResNet", "BottleneckBlock", variables["params"], variables["batch_stats"], (images, labels), loss
-    )
+    names = tuple(f"BottleneckBlock_{i}" for i in range(sum(size.stages)))
+    return Task("Linen ResNet", "BottleneckBlock", names, variables["params"], variables["batch_stats"],
+                (images, labels), loss)  # fmt: skip
 
 
 def words_of(size: Size) -> np.ndarray:
@@ -215,7 +216,8 @@ def lm1b(size: Size) -> Task:
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
         return next_word_loss(model.apply({"params": params}, batch, rngs={"dropout": key}), batch), state
 
-    return Task("Linen decoder", "EncoderDecoder1DBlock", params, (), words, loss)
+    names = tuple(f"encoderdecoderblock_{i}" for i in range(size.layers))
+    return Task("Linen decoder", "EncoderDecoder1DBlock", names, params, (), words, loss)
 
 
 def gemma(size: Size) -> Task:
@@ -226,7 +228,8 @@ def gemma(size: Size) -> Task:
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
         return next_word_loss(nnx.merge(graphdef, params)(batch), batch), state
 
-    return Task("NNX decoder", "GemmaBlock", params, (), words, loss)
+    names = tuple(f"blocks/{i}" for i in range(size.layers))
+    return Task("NNX decoder", "GemmaBlock", names, params, (), words, loss)
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="tiny networks and two steps")
     size = TOY if parser.parse_args().toy else Size()
+    jax.config.update("jax_disable_most_optimizations", size is TOY)  # it is compiled for longer than it runs
     print(__doc__, flush=True)
     for make in (resnet, lm1b, gemma):
         task = make(size)
