@@ -305,8 +305,9 @@ def lstm(
     classes: int,
     wrap: Wrap = unwrapped,
     every: Every = 1,
+    is_scan: bool = False,
 ) -> Built:
-    """The paper's LSTM (§5.3), unrolled over time: all steps share their weights; a loss at each step."""
+    """The paper's LSTM (§5.3), unrolled over time or scanned: all steps share their weights; a loss at each step."""
 
     def init(key):
         k = random.split(key, layers + 3)
@@ -335,6 +336,8 @@ def lstm(
     def loss(params, inputs, labels):
         zero = jnp.zeros((batch, width))
         carry = (((zero, zero),) * layers, jnp.zeros(()))
+        if is_scan:
+            return lax.scan(lambda carry, at: (step((params, *at), carry), None), carry, (inputs, labels))[0][1]
         blocks = [(step, (params, inputs[t], labels[t])) for t in range(steps)]
         return run_blocks(blocks, carry, wrap, every)[1]
 
