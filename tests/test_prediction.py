@@ -109,3 +109,11 @@ def test_the_compiler_hosts_activations_in_gradients(store):
     hosted = over(program, store, is_compiled=True)
     assert hosted >= -0.02
     assert predict(alone, chain.plain()).temp_bytes > 1.4 * predict(chain, chain.plain()).temp_bytes
+
+
+def test_a_region_of_many_layers_stores_what_is_slow():
+    """Without a compiler, a region of eight GELU layers is taken to hold three values of each: its tanh too."""
+    program = toy("mlp")
+    pricer = Pricer(program, CPU, is_compiled=False)
+    item = next(i for i in pricer.chain(cut_choices(program)[0]).items if i.stop - i.start == 8)
+    assert item.options[0].transient_bytes == pytest.approx(24 * 256 * 32 * 4, rel=0.1)
