@@ -184,7 +184,7 @@ class Lives:
                     self.last.update((r, position) for r in reads)
                     self.last.setdefault(v, position)
         end = len(self.eqns)
-        for v in outputs:
+        for v in filter(compat.is_var, outputs):  # a branch may return a literal
             self.last.update((r, end) for r in self.roots.get(self._atom(v), ()))
 
     def stores(self, eqn: Any) -> bool:

@@ -140,8 +140,8 @@ def frontier(
         ...     for w in ws:
         ...         x = jnp.tanh(x @ w)
         ...     return (x**2).mean()
-        >>> shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        >>> found = jaxsub.frontier(loss, [shape] * 16, shape)
+        >>> w, x = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, 1024))
+        >>> found = jaxsub.frontier(loss, [w] * 16, x)
         >>> found.points[0].temp_bytes < found.points[-1].temp_bytes, found.points[-1].extra
         (True, 0.0)
 

@@ -193,7 +193,7 @@ def test_the_comparison_can_fail():
         assert_same(plain, lambda ws, x: plain(ws[:12], x), WS, X)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(length=st.integers(2, 13), begin=st.integers(0, 2), sizes=st.lists(st.integers(2, 12), max_size=3),
        again=st.booleans(), share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
 def test_any_length_and_any_blocks(length, begin, sizes, again, share, reverse):

@@ -228,11 +228,12 @@ def test_milp_refuses_in_words():
     assert get("milp(5)") == Milp(5)
 
 
-def test_the_bound_of_sixty_stages_is_close():
+@pytest.mark.parametrize("n_stages", [24, pytest.param(MAX_STAGES, marks=pytest.mark.exhaustive)])
+def test_the_bound_of_many_stages_is_close(n_stages):
     """A deep network of equal stages: the relaxation is within a tenth of a forward pass of the plan."""
     stages = tuple(Stage(s, s + 1, forward_bytes=1, transient_bytes=4, keep_bytes=6, keep_transient_bytes=7)
-                   for s in range(MAX_STAGES))  # fmt: skip
-    chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 2) for s in range(MAX_STAGES - 1)))
+                   for s in range(n_stages))  # fmt: skip
+    chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 2) for s in range(n_stages - 1)))
     plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes // 4)
     bound = least_flops(chain, plan.prediction.temp_bytes, seconds=120)
     assert 0 < bound <= plan.prediction.extra_flops <= bound + 0.1 * chain.forward_flops
@@ -330,8 +331,8 @@ def near(over: list[float]) -> None:
 
 def test_optimal_is_near_every_schedule():
     """On networks, and on random ones with skips, few schedules execute 5 % less again than `optimal`."""
-    networks = [network(zoo.BY_NAME[name]) for name in ("chain", "gpt", "unet", "vit")]
-    dags = [chain_of(*random_dag(seed)) for seed in range(6)]
+    networks = [network(zoo.BY_NAME[name]) for name in ("chain", "vit")]
+    dags = [chain_of(*random_dag(seed)) for seed in range(4)]
     near([share for chain in (*networks, *dags) for share in over_milp(chain, seconds=5)])
 
 

@@ -15,11 +15,11 @@ from jaxsub import shelf
 from jaxsub.planners import get
 from jaxsub.store import Store
 
-WS, X = [jnp.eye(4)] * 6, jnp.ones((32, 4))
+WS, X = [jnp.eye(4)] * 12, jnp.ones((256, 4))
 
 
 def loss(ws, x):
-    """Six layers."""
+    """Twelve layers."""
     for w in ws:
         x = jnp.tanh(x @ w)
     return jnp.mean(x**2)

@@ -265,7 +265,7 @@ def test_a_helper_is_kept_and_a_dead_one_replaced():
 def _ask(helpers):
     jitted = jax.jit(jnp.sum)
     target = get_target("h100")
-    program = crosscompile._export(jitted, (jax.ShapeDtypeStruct((8,), "float32"),), target)
+    program = crosscompile._export(jitted, (jax.ShapeDtypeStruct((8,), "float32"),), {}, target)
     request = {"spec": target.spec, "n_devices": 1, "mesh": None, "donated": [], "n_bytes": len(program)}
     answer = helpers.ask(request, program)
     return answer, helpers.free.queue[-1].process.pid
