@@ -44,7 +44,7 @@ class Size:
     width: int = 16
     pixels: int = 16
     batch: int = 256
-    steps: int = 20
+    steps: int = 14
     budget: float = 0.2
 
 
