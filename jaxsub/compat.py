@@ -59,6 +59,19 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if (0, 10) <= version_of(version) <= (0, 11, 0) else {}
 
 
+def cpu_measuring_options() -> dict[str, Any]:
+    """Options for a compile on the CPU whose program is never run: its memory is read, its machine code thrown away.
+
+    Buffers are assigned before machine code is made, so code that is not optimised says the same of memory and of
+    FLOPs, and is there in two thirds of the processor time (`tests/test_compiled.py` compares the two).
+
+    Example:
+        >>> cpu_measuring_options()["xla_backend_optimization_level"]
+        0
+    """
+    return {**cpu_compiler_options(), "xla_backend_optimization_level": 0}
+
+
 def remat_flavour() -> str:
     """Which of JAX's two `jax.checkpoint`s is in use; what was measured with one says nothing of the other."""
     return "remat3" if getattr(jax.config, "jax_remat3", False) else "remat2"

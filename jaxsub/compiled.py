@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxsub.compat import cpu_compiler_options
+from jaxsub.compat import cpu_measuring_options
 from jaxsub.crosscompile import cross_compile
 from jaxsub.errors import UnsupportedError
 from jaxsub.plan import Measurement
@@ -34,7 +34,7 @@ class Compiled(Protocol):
 def compile_for(
     fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
 ) -> Compiled:
-    """Compile a function for a target.
+    """Compile a function for a target, to ask what it allocates: on the CPU its code is not optimised for running.
 
     Args:
         fun: The function. One that is under `jax.jit` already is taken as it is, with its shardings and donations.
@@ -58,7 +58,7 @@ def compile_for(
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
     if not target.is_present:
         return cross_compile(jitted, args, target)
-    options = cpu_compiler_options() if target.platform == "cpu" else {}
+    options = cpu_measuring_options() if target.platform == "cpu" else {}
     placed = jax.tree.map(lambda leaf: _place(leaf, target), tuple(args))
     with jax.default_device(target.device):
         compiled: Compiled = jitted.lower(*placed).compile(compiler_options=options or None)

@@ -1,5 +1,6 @@
 """What `jaxsub.compiled` reads of a compiled program, and the compiler option that keeps recomputation on the CPU."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import pytest
+import zoo
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
@@ -56,6 +58,14 @@ def test_recomputation_survives_the_cpu_compiler():
     assert plain.temp_bytes >= LAYERS * UNIT_BYTES
     assert saved.temp_bytes <= 10 * UNIT_BYTES
     assert saved.flops > 1.15 * plain.flops
+
+
+def test_code_that_never_runs_says_the_same_of_memory():
+    """What is compiled to be measured allocates what the same program allocates that is compiled to be run."""
+    loss, init = zoo.BY_NAME["gpt"].build(**zoo.BY_NAME["gpt"].toy_size)
+    args = jax.eval_shape(init, jax.random.key(0))
+    runs = measurement(jaxsub.jit(jax.value_and_grad(loss)).lower(*args).compile(), CPU, 0.0)
+    assert dataclasses.replace(measure_compiled(jax.value_and_grad(loss), args), compile_seconds=0.0) == runs
 
 
 def test_sizes_are_those_of_arguments_and_outputs():
