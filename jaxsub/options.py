@@ -34,7 +34,7 @@ from jaxsub.program import Program, aval_bytes, flatten_jaxpr, live_eqns
 MARK = "jaxsub_mark_"
 _MARK = re.compile(MARK + r"(\d+)")
 INFINITE = 2**30
-PRICES = 50
+LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,17 +288,35 @@ def mark_of(eqn: Any) -> int | None:
 
 
 def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
-    """Solve for a grid of prices and keep the choices that gain enough over the ones before them."""
-    least_gain *= float(cut.flops.sum())
+    """Keep of the lower convex hull what gains enough over the choice before it."""
+    least_gain = max(least_gain * float(cut.flops.sum()), 1e-9)
     everything = Choice((), 0, float(cut.flops.sum()))
     if not cut.names or cut.flops.sum() == 0:
         return (everything,)
-    ratio = max(sum(cut.bytes.values()), 1) / max(float(cut.flops.sum()), 1e-9)
-    found = {cut.solve(ratio * price) for price in np.geomspace(1e-3, 1e5, PRICES)}
     kept = [everything]
-    for choice in sorted(found, key=lambda c: (c.saved_bytes, c.recompute_flops)):
-        if kept[-1].recompute_flops - choice.recompute_flops >= max(least_gain, 1e-9):
+    for choice in sorted(_hull(cut, least_gain / 4), key=lambda c: (c.saved_bytes, c.recompute_flops)):
+        if kept[-1].recompute_flops - choice.recompute_flops >= least_gain:
             if choice.saved_bytes == kept[-1].saved_bytes and len(kept) > 1:
                 kept.pop()
             kept.append(choice)
     return tuple(kept)
+
+
+def _hull(cut: _Cut, least_gain: float) -> set[Choice]:
+    """The corners of the lower convex hull of bytes and FLOPs, each found by the price of the line between two others.
+
+    Corners closer than `least_gain` FLOPs are not told apart, so that a few minimum cuts are enough.
+    """
+    ratio = max(sum(cut.bytes.values()), 1) / float(cut.flops.sum())
+    first, last = cut.solve(ratio * LEAST_PRICE), cut.solve(ratio * MOST_PRICE)
+    found, lines = {first, last}, [(first, last)]
+    while lines:
+        low, high = lines.pop()
+        gain, n_bytes = low.recompute_flops - high.recompute_flops, high.saved_bytes - low.saved_bytes
+        if gain < least_gain or n_bytes <= 0:
+            continue
+        corner = cut.solve(n_bytes / gain)
+        if corner not in found:  # else no choice lies below the line
+            found.add(corner)
+            lines += [(low, corner), (corner, high)]
+    return found
