@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+from jax.ad_checkpoint import checkpoint_name
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -89,7 +90,7 @@ def ignores_policies() -> bool:
 
 @functools.cache
 def asked_by_remat3() -> frozenset[str]:
-    """The primitives that `jax_remat3` asks a policy about: none before 0.12, then products and convolutions.
+    """The primitives that `jax_remat3` asks a policy about: none before 0.12, then products, convolutions and names.
 
     All else is recomputed silently; so a policy is watched for what it is asked. Call it with the flag on.
     """
@@ -100,11 +101,32 @@ def asked_by_remat3() -> frozenset[str]:
         return False
 
     def fun(x: Any) -> Any:
-        y = jax.numpy.sin(x @ x)
+        y = checkpoint_name(jax.numpy.sin(x @ x), "y")
         return jax.lax.conv_general_dilated(y[None, None], y[None, None], (1, 1), "SAME").sum()
 
     jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=policy)))(jax.numpy.ones((2, 2)))
     return frozenset(asked)
+
+
+def is_known_to_remat3(policy: Any) -> bool:
+    """Whether `jax_remat3` carries out a policy by its class, without asking it; so did 0.10 with some of JAX's own."""
+    known = (
+        getattr(ad_checkpoint, name, None) for name in ("DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese")
+    )
+    return isinstance(policy, tuple(kind for kind in known if isinstance(kind, type)))
+
+
+def unwrapped(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """An equation's primitive and parameters, those of names and regions as they are without `jax_remat3`.
+
+    With it, both are parameters of one primitive, whose classes are private; without those nothing is unwrapped.
+    """
+    inner = eqn.params.get("_prim")
+    if type(inner).__name__ == "CheckpointName" and hasattr(ad_checkpoint, "name_p"):
+        return ad_checkpoint.name_p, {"name": inner.params["name"]}
+    if type(inner).__name__ == "RematTraced" and hasattr(ad_checkpoint, "remat_p"):
+        return ad_checkpoint.remat_p, inner.params
+    return eqn.primitive, eqn.params
 
 
 def watch_regions(look: Callable[[Any, Any], None]) -> None:
@@ -120,6 +142,9 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
     if region is not None:
         region.check = lambda self, *_: look(self.policy, open_jaxpr(self.jaxpr))
 
+
+REGIONS = ("checkpoint", "remat", "remat2")
+"""What `jax.checkpoint`'s primitive is called, by version."""
 
 # Jaxprs
 

@@ -237,6 +237,17 @@ def test_policies_inside_nn_scan(pattern):
         gradient(Scanned(), variables)
 
 
+def test_what_matched_is_shown_by_names_of_policies():
+    """JAX's policies by name, not by address."""
+    jax_policies = {"block_0": checkpoint_policies.dots_saveable, "block_1": checkpoint_policies.nothing_saveable}
+    names = checkpoint_policies.save_only_these_names("attention")
+    both = checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, names)
+    with policies({**jax_policies, "shared": both}) as swap:
+        gradient(Net(), init(Net()))
+    assert [m.policy for m in swap.matched] == ["dots_saveable", "save_from_both_policies", "nothing_saveable"]
+    assert " at 0x" not in str(swap)
+
+
 def test_inner_policies_hold_inside_outer_ones():
     """A module that saves nothing inside one that saves what is costly: only its own products are made again."""
     variables = init(Net())

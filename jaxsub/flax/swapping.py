@@ -150,7 +150,7 @@ class Swap:
                 self._hits.add(_label(pattern))
                 if found is None:
                     found = policy
-                    self._seen[Match(_label(pattern), path, kind.__name__, str(policy))] = None
+                    self._seen[Match(_label(pattern), path, kind.__name__, named.label(policy))] = None
         return found
 
     def _intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -8,7 +8,7 @@ its name, as a config holds it: `"save_costly"`, `"save_within(2GiB)"`, `"recurs
 
 With `jax_remat3`, JAX asks policies about few results or none and silently recomputes the others. A policy of ours that
 is handed to it and would save some of those raises at the call; the three functions above carry policies out by other
-means.
+means, those of others too.
 
 Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for keeping only costly
 results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_within` is that of `jaxsub.options`.
@@ -20,6 +20,7 @@ from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNo
 from jaxsub.policies.names import (
     JaxPolicy,
     get,
+    label,
     names,
     recursive,
     save_all,
@@ -41,6 +42,7 @@ __all__ = [
     "Sqrt",
     "checkpoint",
     "get",
+    "label",
     "names",
     "recursive",
     "save_all",

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxsub.budget import Budget
 from jaxsub.errors import PolicyError
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
@@ -56,6 +58,27 @@ def recursive(k: int = 1) -> Recursive:
 def names() -> tuple[str, ...]:
     """The names of all policies, with what they take."""
     return ("save_nothing", "save_all", "save_costly", "save_within(BYTES)", "sqrt", "recursive(K)")
+
+
+def label(policy: Policy | JaxPolicy) -> str:
+    """What to call a policy in what people read: ours by its name, JAX's by that of its function.
+
+    Example:
+        >>> import jax
+        >>> label(save_costly), label(jax.checkpoint_policies.everything_saveable)
+        ('save_costly', 'everything_saveable')
+        >>> label(jax.checkpoint_policies.save_from_both_policies(save_all, save_all))
+        'save_from_both_policies'
+    """
+    if isinstance(policy, Policy):
+        return str(policy)
+    named = [n for n, p in vars(jax.checkpoint_policies).items() if p is policy]
+    if named:
+        return named[0]
+    function = getattr(getattr(policy, "func", policy), "__qualname__", "")
+    if function:
+        return str(function).split(".<locals>")[0]
+    return type(policy).__name__ if " at 0x" in repr(policy) else repr(policy)
 
 
 def get(policy: str | Policy | JaxPolicy | None) -> Policy | JaxPolicy:

@@ -7,25 +7,18 @@ plan of it, and the plan is emitted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxsub import compat
 from jaxsub.emit import emit
-from jaxsub.errors import UnsupportedError
-from jaxsub.flops import bodies_of
 from jaxsub.leaves import fixed_leaves, put_back, without
+from jaxsub.policies.asked import plan_where_ignored
 from jaxsub.policies.kinds import Policy, SaveAll, SaveCostly, SaveNothing
 from jaxsub.policies.names import JaxPolicy, get
 from jaxsub.program import Program, trace
-
-REGIONS = ("checkpoint", "remat", "remat2", "call_hi_primitive")
-"""Primitives of the user's own regions, by version; the last is that of `jax_remat3`."""
-
-ENTERED = ("jit", "pjit", "closed_call", "scan", "cond")
-"""Primitives inside which `jax_remat3` asks about each equation."""
 
 
 def checkpoint(
@@ -49,7 +42,8 @@ def checkpoint(
 
     Raises:
         PolicyError: If there is no such policy.
-        UnsupportedError: At the call, if JAX would silently ignore a policy that is not ours.
+        UnsupportedError: At the call, with jax_remat3, if a policy that is not ours wants saved what JAX does not ask
+            it about and a region here cannot save: results in loops and branches, or moved to another memory.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -68,46 +62,24 @@ def checkpoint(
         if isinstance(found, SaveNothing):
             return jax.checkpoint(flat, prevent_cse=prevent_cse)(*leaves)
         if not isinstance(found, Policy):
-            _check_foreign(found)
-            return jax.checkpoint(flat, policy=found, prevent_cse=prevent_cse)(*leaves)
+            return _call_foreign(found, flat, leaves, prevent_cse)
         return _call_planned(found, flat, leaves, prevent_cse)
 
     return checkpointed
 
 
-def _check_foreign(policy: Any) -> None:
-    module = getattr(policy, "__module__", "") or ""
-    if not isinstance(policy, Policy) and not module.startswith("jax.") and compat.ignores_policies():
-        raise UnsupportedError(
-            f"With jax_remat3, JAX {jax.__version__} silently ignores the policy {policy!r}. "
-            'Use one of jaxsub.policies, such as "save_costly", or turn jax_remat3 off.'
-        )
-
-
-def _refuse_ignored(policy: Any, jaxpr: Any) -> None:
-    """Refuse a policy of ours that was handed to JAX itself and would save what JAX does not ask it about."""
-    if not isinstance(policy, Policy) or not compat.ignores_policies():
-        return
-    asked = compat.asked_by_remat3()
-    if ignored := sorted(name for name in _saved_by(policy, jaxpr) if name not in asked):
-        raise UnsupportedError(
-            f"With jax_remat3, JAX {jax.__version__} recomputes {', '.join(ignored)} and silently ignores the policy "
-            f'{policy}, which saves that. Use jaxsub.policies.checkpoint(fun, policy="{policy}"), '
-            "jaxsub.flax.linen.remat or jaxsub.flax.nnx.remat instead, or turn jax_remat3 off."
-        )
-
-
-def _saved_by(policy: Policy, jaxpr: Any) -> Iterator[str]:
-    """The names of the primitives that a policy saves results of, inside loops, branches and calls too."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ENTERED:
-            for body in bodies_of(eqn):
-                yield from _saved_by(policy, compat.open_jaxpr(body))
-        elif policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
-            yield eqn.primitive.name
-
-
-compat.watch_regions(_refuse_ignored)
+def _call_foreign(policy: JaxPolicy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
+    """Call under a policy that is not ours: by JAX wherever JAX asks it."""
+    if not compat.ignores_policies():
+        return jax.checkpoint(flat, policy=policy, prevent_cse=prevent_cse)(*leaves)
+    if policy is jax.checkpoint_policies.everything_saveable:
+        return flat(*leaves)
+    program = trace(flat, leaves, {}, argnums=tuple(range(len(leaves))))
+    if (plan := plan_where_ignored(policy, program)) is not None:
+        run = emit(program, plan)
+    else:
+        run = jax.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
+    return jax.tree.unflatten(program.out_tree, run(*program.consts, *leaves))
 
 
 def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
@@ -127,7 +99,7 @@ def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any
 
 
 def _has_regions(program: Program) -> bool:
-    return any(node.primitive in REGIONS for node in program.graph.nodes)
+    return any(compat.unwrapped(eqn)[0].name in compat.REGIONS for eqn in program.eqns)
 
 
 def _of_arrays(
