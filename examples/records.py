@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import tempfile
@@ -33,20 +34,28 @@ class Cell:
     run: Callable[[], Mapping[str, Any]]
 
 
-def fill(path: Path, cells: Iterable[Cell]) -> Measured:
-    """Measure what the file at `path` lacks, keep it there, and return the figures of the cells asked for."""
-    cells, stored = tuple(cells), load(path)
+def fill(path: Path, cells: Iterable[Cell], minutes: float = math.inf) -> Measured:
+    """Measure what the file at `path` lacks, keep it there, and return the figures of the cells asked for.
+
+    Args:
+        path: The file.
+        cells: What is asked for.
+        minutes: After how many no further cell is begun; the next run goes on from there.
+    """
+    cells, stored, begun = tuple(cells), load(path), time.perf_counter()
     here = {name: version(name) for name in ("jaxsub", "jax", "jaxlib")}
     missing = [cell for cell in cells if stored.get(cell.key, {}).get("versions") != here]
     bar = tqdm(missing, unit="cell", disable=not missing)
     for cell in bar:
+        if time.perf_counter() - begun > 60 * minutes:
+            break
         bar.set_postfix_str(cell.key)
         start = time.perf_counter()
         figures = dict(cell.run())
         seconds = round(time.perf_counter() - start, 1)
         stored[cell.key] = {**figures, "seconds_to_measure": seconds, "versions": here, "machine": machine()}
         _write(path, stored)
-    return {cell.key: stored[cell.key] for cell in cells}
+    return {cell.key: stored[cell.key] for cell in cells if cell.key in stored}
 
 
 def load(path: Path) -> Measured:
@@ -78,9 +87,11 @@ def figure(
         table: Prints the figures of all cells.
         draw: Draws them to a path.
     """
-    chosen = _options(description, results.parent)
+    chosen = options(argparse.ArgumentParser(description=description), results.parent)
     path = chosen.out / results.name
-    measured = load(path) if chosen.draw else fill(path, (quick if chosen.quick else full)())
+    if not chosen.draw:
+        fill(path, picked((quick if chosen.quick else full)(), chosen.only), chosen.minutes)
+    measured = load(path)
     if not measured:
         raise SystemExit(f"{path} holds no results: run this without --draw first")
     table(measured)
@@ -88,12 +99,20 @@ def figure(
     print(f"results: {path}, picture: {path.with_suffix('.png')}")
 
 
-def _options(description: str | None, results: Path) -> argparse.Namespace:
-    """The options that all figures share: `--quick`, `--out` and `--draw`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes on two cores")
-    parser.add_argument("--draw", action="store_true", help="measure nothing: table and picture from the file alone")
-    where = "where results are kept (default: beside this file; with --quick a new folder)"
+def picked(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
+    """The cells whose keys begin with one of these; all where there is none."""
+    starts = tuple(only)
+    return [cell for cell in cells if not starts or cell.key.startswith(starts)]
+
+
+def options(parser: argparse.ArgumentParser, results: Path) -> argparse.Namespace:
+    """Read the command line with the options that all figures share beside a figure's own; make the results' folder."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes on one core")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: tables and pictures from the file alone")
+    parser.add_argument("--only", nargs="+", default=(), metavar="KEY", help="only cells whose keys begin like this")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after so many")
+    where = f"where results are kept (default: {'/'.join(results.parts[-3:])}; with --quick a new folder)"
     parser.add_argument("--out", type=Path, help=where)
     chosen = parser.parse_args()
     if chosen.out is None:

@@ -3,7 +3,8 @@
 Every builder returns `(loss, init)`: `init(key)` makes the loss's arguments, parameters first, so that
 `jax.eval_shape(init, key)` gives them without allocating anything. `wrap` is applied to each run of `every` blocks:
 `wrap=jax.checkpoint` is what a careful user writes today, and what a plan has to beat. With `every=(8, 1)` each block
-is wrapped, and each run of eight again round them. Blocks are unrolled.
+is wrapped, and each run of eight again round them. Blocks are unrolled; with `scan=jax.lax.scan`, or what is called
+like it, those that are alike are scanned instead, their weights stacked.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Block = tuple[Callable[[Any, Any], Any], Any]
 Built = tuple[Callable[..., Array], Callable[[Array], tuple[Any, ...]]]
 Wrap = Callable[[Callable], Callable]
 Every = int | tuple[int, ...]
+Scan = Callable[..., Any]
 
 
 def unwrapped(fun: Callable) -> Callable:
@@ -44,6 +46,11 @@ def run_blocks(blocks: Sequence[Block], x: Any, wrap: Wrap, every: Every) -> Any
 
         x = wrap(run)(params, x)
     return x
+
+
+def stacked(blocks: Sequence[Any]) -> Any:
+    """The parameters of blocks that are alike as one tree, its arrays stacked for a scan."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
 
 
 def normal(key: Array, *shape: int) -> Array:
@@ -121,8 +128,23 @@ def transformer_block(heads: int, is_causal: bool) -> Callable[[Any, Array], Arr
     return block
 
 
+def transformer_blocks(block: Callable, params: Any, x: Array, wrap: Wrap, every: Every, scan: Scan | None) -> Array:
+    """Blocks that are alike, in a row or scanned."""
+    if scan is None:
+        return run_blocks([(block, p) for p in params], x, wrap, every)
+    return scan(lambda x, p: (wrap(block)(p, x), None), x, params)[0]
+
+
 def gpt(
-    layers: int, batch: int, length: int, width: int, heads: int, vocab: int, wrap: Wrap = unwrapped, every: Every = 1
+    layers: int,
+    batch: int,
+    length: int,
+    width: int,
+    heads: int,
+    vocab: int,
+    wrap: Wrap = unwrapped,
+    every: Every = 1,
+    scan: Scan | None = None,
 ) -> Built:
     """A decoder of pre-LN blocks with tied embeddings; the loss predicts each next token."""
 
@@ -134,12 +156,13 @@ def gpt(
             "blocks": [transformer_params(key, width) for key in k[3:]],
             "norm": norm_params(width),
         }
+        params |= {"blocks": stacked(params["blocks"])} if scan else {}
         return params, random.randint(k[2], (batch, length + 1), 0, vocab)
 
     def loss(params, tokens):
         block = transformer_block(heads, is_causal=True)
         x = params["embed"][tokens[:, :-1]] + params["position"]
-        x = run_blocks([(block, p) for p in params["blocks"]], x, wrap, every)
+        x = transformer_blocks(block, params["blocks"], x, wrap, every, scan)
         return cross_entropy(layer_norm(params["norm"], x) @ params["embed"].T, tokens[:, 1:])
 
     return loss, init
@@ -155,6 +178,7 @@ def vit(
     classes: int,
     wrap: Wrap = unwrapped,
     every: Every = 1,
+    scan: Scan | None = None,
 ) -> Built:
     """A vision transformer on `size` x `size` images, mean-pooled."""
     n_patches = (size // patch) ** 2
@@ -168,12 +192,13 @@ def vit(
             "norm": norm_params(width),
             "head": normal(k[2], width, classes),
         }
+        params |= {"blocks": stacked(params["blocks"])} if scan else {}
         return params, random.normal(k[3], (batch, size, size, 3)), random.randint(k[4], (batch,), 0, classes)
 
     def loss(params, images, labels):
         block = transformer_block(heads, is_causal=False)
         x = conv(params["patch"], images, patch).reshape(images.shape[0], n_patches, width) + params["position"]
-        x = run_blocks([(block, p) for p in params["blocks"]], x, wrap, every)
+        x = transformer_blocks(block, params["blocks"], x, wrap, every, scan)
         return cross_entropy(layer_norm(params["norm"], x).mean(1) @ params["head"], labels)
 
     return loss, init
@@ -305,7 +330,7 @@ def lstm(
     classes: int,
     wrap: Wrap = unwrapped,
     every: Every = 1,
-    is_scan: bool = False,
+    scan: Scan | None = None,
 ) -> Built:
     """The paper's LSTM (§5.3), unrolled over time or scanned: all steps share their weights; a loss at each step."""
 
@@ -336,8 +361,8 @@ def lstm(
     def loss(params, inputs, labels):
         zero = jnp.zeros((batch, width))
         carry = (((zero, zero),) * layers, jnp.zeros(()))
-        if is_scan:
-            return lax.scan(lambda carry, at: (step((params, *at), carry), None), carry, (inputs, labels))[0][1]
+        if scan is not None:
+            return scan(lambda carry, at: (step((params, *at), carry), None), carry, (inputs, labels))[0][1]
         blocks = [(step, (params, inputs[t], labels[t])) for t in range(steps)]
         return run_blocks(blocks, carry, wrap, every)[1]
 

@@ -1,7 +1,7 @@
 """Plans beside what can be written by hand: memory and FLOPs of the compiled gradient, relative to the plain one.
 
-By hand each network's blocks are wrapped in `jax.checkpoint`: each, every 2, 4 or √n together, nested, and each with a
-policy (`dots_saveable`, `dots_with_no_batch_dims_saveable`, outputs of convolutions saved). `jaxsub` is given budgets.
+By hand each network's blocks are wrapped in `jax.checkpoint`, in every way that `examples/measuring.py` lists.
+`jaxsub` is given budgets.
 The lower convex hull of the hand-made points, plain among them, is what a plan is held against: at each budget a plan
 should execute no more FLOPs than the hull has there. Budgets go down to three quarters of the least by hand.
 
@@ -17,16 +17,13 @@ compilers give none. XLA counts less than 1 where recomputing spares it to store
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import jax
 
 import jaxsub
 
@@ -34,6 +31,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import zoo  # noqa: E402
+from measuring import by_hand, compiled  # noqa: E402
 from records import Cell, Measured, fill, load, mib  # noqa: E402
 
 TOLERANCE = 0.003
@@ -58,38 +56,12 @@ QUICK_BUDGETS = (0.4,)
 QUICK_BLOCKS = {"mlp": 12, "gpt16": 4}
 
 Point = tuple[float, float]
-Wrapped = dict[str, tuple[Callable, int | tuple[int, ...]]]
-
-
-def convs_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Save what convolutions make."""
-    return primitive.name == "conv_general_dilated"
-
-
-def by_hand(n_blocks: int, is_convolutional: bool) -> Wrapped:
-    """What is written by hand round blocks: a wrapper, and how many blocks it goes round."""
-    policies, root = jax.checkpoint_policies, math.isqrt(n_blocks)
-    each: dict[str, Any] = {f"every {n}": n for n in (1, 2, 4, root)} | {f"every {root}, nested": (root, 1)}
-    found: Wrapped = {name: (jax.checkpoint, every) for name, every in each.items()}
-    dots = {
-        "dots_saveable": policies.dots_saveable,
-        "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
-    }
-    saved = {"convolutions saved": convs_saveable} if is_convolutional else dots
-    return found | {name: (partial(jax.checkpoint, policy=policy), 1) for name, policy in saved.items()}
-
-
-def measured(loss: Callable, args: tuple[Any, ...], target: str, flops_from: Callable | None = None) -> dict[str, Any]:
-    """Bytes of the compiled gradient for a target, and its FLOPs as the CPU's compiler counts them."""
-    found = jaxsub.measure(loss, *args, target=None if target == "cpu" else target)
-    counted = found if found.flops is not None else jaxsub.measure(flops_from or loss, *args)
-    return {"bytes": found.temp_bytes, "flops": counted.flops, "compile_seconds": found.compile_seconds}
 
 
 def hand_made(model: zoo.Model, size: str, target: str, by_hand: dict[str, Any]) -> dict[str, Any]:
     """Figures of a network, wrapped by hand or not."""
     loss, args = getattr(model, size)(**by_hand)
-    return measured(loss, args, target)
+    return compiled(loss, args, None if target == "cpu" else target)
 
 
 def planned(model: zoo.Model, size: str, target: str, budget: int | float) -> dict[str, Any]:
@@ -118,9 +90,9 @@ def hand_cells(name: str, target: str, size: str, n_blocks: int) -> Iterator[Cel
     """The plain network and everything by hand."""
     model = zoo.BY_NAME[name]
     yield Cell(f"{name}/{target}/plain", partial(hand_made, model, size, target, {}))
-    for label, (wrap, every) in by_hand(n_blocks, name in CONVOLUTIONAL).items():
-        run = partial(hand_made, model, size, target, dict(wrap=wrap, every=every))
-        yield Cell(f"{name}/{target}/by hand/{label}", run)
+    for way in by_hand(n_blocks, name in CONVOLUTIONAL):
+        run = partial(hand_made, model, size, target, dict(wrap=way.wrap, every=way.every))
+        yield Cell(f"{name}/{target}/by hand/{way.label}", run)
 
 
 def plan_cells(name: str, target: str, size: str, budgets: tuple[float, ...], hand: Measured) -> Iterator[Cell]:

@@ -137,7 +137,7 @@ def main() -> None:
     """Measure what is missing, print the table, draw the picture."""
     figure(
         __doc__,
-        HERE / "results" / "recursion.json",
+        HERE.parent / "results" / "paper" / "recursion.json",
         quick=lambda: cells(QUICK_LENGTHS, QUICK_FRONTIER_LENGTH),
         full=lambda: cells(LENGTHS, FRONTIER_LENGTH),
         table=table,

@@ -5,25 +5,27 @@ For each network one picture: the compiled gradient's memory and FLOPs relative 
 the peer needs less.
 
     python examples/peers/frontiers.py                              # all networks; long, resumed where it was stopped
-    python examples/peers/frontiers.py --networks vgg-19 unet       # some of them
+    python examples/peers/frontiers.py --only cpu/vgg-19 cpu/unet   # some of them
     python examples/peers/frontiers.py --target h100                # bfloat16, compiled for a GPU that is not there
-    python examples/peers/frontiers.py --quick                      # tiny networks, under two minutes
+    python examples/peers/frontiers.py --quick                      # a tiny network, under two minutes
     python examples/peers/frontiers.py --draw                       # tables and pictures again, from the results alone
 
-Nothing is executed: shapes are traced and compiled. FLOPs are the CPU compiler's count, for the GPU too.
+Nothing is executed: shapes are traced and compiled. FLOPs are the CPU compiler's count, which is below 1 where making
+an elementwise result again spares the program to store and read it; for GPUs and scans, those of products and
+convolutions in the traced gradient.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
@@ -32,12 +34,15 @@ import jaxsub
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from measuring import ByHand, by_hand, compiled, traced_flops  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
-from peers import ByHand, by_hand, planners  # noqa: E402
-from records import Cell, Measured, fill, load  # noqa: E402
+from peers import by_xla, nested_scan, planners  # noqa: E402
+from records import Cell, Measured, fill, load, options, picked  # noqa: E402
 
-BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
-QUICK_BUDGETS = (0.5, 0.3)
+BUDGETS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.8, 0.6, 0.4, 0.25, 0.07, 0.05)
+QUICK_BUDGETS = (0.5,)
+SHARES_OF_XLA = (0.5, 0.2)
+"""What XLA's own pass is given, as shares of the plain gradient's memory."""
 TOLERANCE = 0.003
 """A plan this little above a peer's FLOPs counts as level with it."""
 
@@ -50,16 +55,29 @@ def on(target: str) -> str | None:
 
 
 def figures(fun: Callable, args: tuple[Any, ...], target: str) -> dict[str, Any]:
-    """Bytes for the target and FLOPs by the CPU's compiler."""
-    found = jaxsub.measure(fun, *args, target=on(target))
-    counted = found if found.flops is not None else jaxsub.measure(fun, *args)
-    return {"bytes": found.temp_bytes, "flops": counted.flops}
+    """Bytes for the target, and FLOPs: by the CPU's compiler, or of the trace where the target is none."""
+    if target == "cpu":
+        return compiled(fun, args)
+    found = jaxsub.measure(fun, *args, target=target)
+    return {"bytes": found.temp_bytes, "flops": traced_flops(fun, args), "compile_seconds": found.compile_seconds}
 
 
 def wrapped(network: Network, target: str, peer: ByHand | None) -> dict[str, Any]:
     """A network as it is, or wrapped by hand."""
     loss, args = network.shapes(**({} if peer is None else dict(wrap=peer.wrap, every=peer.every)))
     return figures(loss, args, target)
+
+
+def scanned(network: Network, target: str) -> dict[str, Any]:
+    """A network's blocks in Haliax's nested scan; its FLOPs beside those of a plain scan, loops with their lengths."""
+    plain, nested = (network.shapes(scan=scan) for scan in (jax.lax.scan, nested_scan))
+    found = jaxsub.measure(nested[0], *nested[1], target=on(target))
+    return {"bytes": found.temp_bytes, "flops_ratio": traced_flops(*nested) / traced_flops(*plain)}
+
+
+def squeezed(network: Network, target: str, share: float) -> dict[str, Any]:
+    """The plain network on a GPU so small that XLA's own pass runs."""
+    return by_xla(*network.shapes(), target, share)
 
 
 def planned(network: Network, target: str, **asked: Any) -> dict[str, Any]:
@@ -76,32 +94,45 @@ def budgeted(network: Network, target: str, budget: float) -> dict[str, Any]:
         plan = jaxsub.plan(loss, *args, budget=budget, target=on(target), progress=False)
     except jaxsub.InfeasibleBudgetError as refusal:
         return {"least_bytes": refusal.least_bytes}
-    return {**figures(jaxsub.sublinear(loss, plan=plan), args, target), "regions": plan.n_regions}
+    found = plan.measurement
+    flops = found.flops
+    if flops is None:
+        flops = traced_flops(jaxsub.sublinear(loss, plan=plan), args)
+    return {"bytes": found.temp_bytes, "flops": flops, "regions": plan.n_regions}
 
 
 def cells(network: Network, target: str, budgets: tuple[float, ...]) -> Iterator[Cell]:
     """Every cell of a network's picture."""
     name = f"{target}/{network.name}"
     yield Cell(f"{name}/peer/plain", partial(wrapped, network, target, None))
+    for budget in budgets:
+        yield Cell(f"{name}/jaxsub/{budget}", partial(budgeted, network, target, budget))
     for peer in by_hand(network.n_blocks, network.is_convolutional):
         yield Cell(f"{name}/peer/{peer.label}", partial(wrapped, network, target, peer))
     yield Cell(f"{name}/peer/Chen et al., greedy", partial(planned, network, target, planner="chen"))
     for label, planner in planners(network.n_blocks):
         yield Cell(f"{name}/peer/{label}", partial(planned, network, target, planner=planner))
-    for budget in budgets:
-        yield Cell(f"{name}/jaxsub/{budget}", partial(budgeted, network, target, budget))
+    if network.is_scannable:
+        yield Cell(f"{name}/peer/Haliax, nested scan", partial(scanned, network, target))
+    for share in () if target == "cpu" else SHARES_OF_XLA:
+        yield Cell(f"{name}/peer/XLA's own, in {share:.0%}", partial(squeezed, network, target, share))
 
 
 def relative(measured: Measured, name: str) -> tuple[dict[str, Point], list[Point]]:
     """Peers by label, and the points of `jaxsub`, as shares of the plain gradient's memory and FLOPs."""
     plain = measured[f"{name}/peer/plain"]
     points = {
-        key.removeprefix(f"{name}/"): (found["bytes"] / plain["bytes"], found["flops"] / plain["flops"])
+        key.removeprefix(f"{name}/"): (found["bytes"] / plain["bytes"], flops_ratio(found, plain))
         for key, found in measured.items()
         if key.startswith(f"{name}/") and "bytes" in found
     }
     peers = {key.removeprefix("peer/"): point for key, point in points.items() if key.startswith("peer/")}
     return peers, sorted(point for key, point in points.items() if key.startswith("jaxsub/"))
+
+
+def flops_ratio(found: dict[str, Any], plain: dict[str, Any]) -> float:
+    """FLOPs as a multiple of the plain gradient's."""
+    return found["flops_ratio"] if "flops_ratio" in found else found["flops"] / plain["flops"]
 
 
 def flops_at(ours: list[Point], memory: float) -> float | None:
@@ -147,25 +178,20 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
 
 def main() -> None:
     """Measure what is missing, print the tables, draw the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", choices=[network.name for network in NETWORKS])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="cpu", help='"cpu" (float32) or a GPU (bfloat16), such as "h100"')
-    parser.add_argument("--quick", action="store_true", help="tiny networks, under two minutes on two cores")
-    parser.add_argument("--draw", action="store_true", help="measure nothing: tables and pictures from the file alone")
-    parser.add_argument("--out", type=Path, help="where results are kept (default: beside this file)")
-    chosen = parser.parse_args()
-    folder = chosen.out or (Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else HERE / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "frontiers.json"
+    chosen = options(parser, HERE.parent / "results" / "peers")
+    path = chosen.out / "frontiers.json"
     if not chosen.draw:
-        networks = QUICK if chosen.quick else [n for n in NETWORKS if not chosen.networks or n.name in chosen.networks]
+        jax.config.update("jax_platforms", "cpu")  # GPUs are compiled for, never used
         dtype = jnp.float32 if chosen.target == "cpu" else jnp.bfloat16
+        sized = [replace(network, dtype=dtype) for network in (QUICK if chosen.quick else NETWORKS)]
         budgets = QUICK_BUDGETS if chosen.quick else BUDGETS
-        sized = [replace(network, dtype=dtype) for network in networks]
-        fill(path, [cell for network in sized for cell in cells(network, chosen.target, budgets)])
+        asked = [cell for network in sized for cell in cells(network, chosen.target, budgets)]
+        fill(path, picked(asked, chosen.only), chosen.minutes)
     measured = load(path)
     table(measured)
-    print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, folder)))
+    print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, chosen.out)))
 
 
 if __name__ == "__main__":

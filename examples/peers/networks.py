@@ -34,6 +34,7 @@ class Network:
         n_blocks: How many blocks `wrap` may go round.
         size: Sizes.
         is_convolutional: Whether its costly operations are convolutions.
+        is_scannable: Whether its blocks are alike, so that `build` takes a `scan`.
         dtype: Of parameters and activations.
     """
 
@@ -42,6 +43,7 @@ class Network:
     n_blocks: int
     size: Mapping[str, Any] = field(default_factory=dict)
     is_convolutional: bool = False
+    is_scannable: bool = False
     dtype: Any = jnp.float32
 
     def resized(self, **size: Any) -> Network:
@@ -204,7 +206,7 @@ def densenet(
 
 def _gpt2(name: str, layers: int, width: int, heads: int) -> Network:
     size = dict(layers=layers, batch=8, length=1024, width=width, heads=heads, vocab=50257)
-    return Network(name, models.gpt, layers, size)
+    return Network(name, models.gpt, layers, size, is_scannable=True)
 
 
 def _resnet(name: str, depths: tuple[int, ...], batch: int) -> Network:
@@ -212,20 +214,22 @@ def _resnet(name: str, depths: tuple[int, ...], batch: int) -> Network:
     return Network(name, models.resnet, sum(depths), size, is_convolutional=True)
 
 
+VIT_B = dict(layers=12, batch=64, size=224, patch=16, width=768, heads=12, classes=1000)
+LSTM = dict(layers=4, steps=32, batch=64, n_in=50, width=1024, classes=5000)
 NETWORKS = (
+    Network("mobilenet", mobilenet, 13, dict(batch=128), is_convolutional=True),
+    Network("vgg-19", vgg19, 16, dict(batch=64), is_convolutional=True),
+    Network("unet", models.unet, 9, dict(levels=5, batch=8, size=416, width=64), is_convolutional=True),
+    Network("vit-b", models.vit, 12, VIT_B, is_scannable=True),
     _gpt2("gpt2-small", 12, 768, 12),
-    _gpt2("gpt2-medium", 24, 1024, 16),
-    Network("vit-b", models.vit, 12, dict(layers=12, batch=64, size=224, patch=16, width=768, heads=12, classes=1000)),
     _resnet("resnet-50", (3, 4, 6, 3), 184),
+    Network("lstm", models.lstm, 32, LSTM, is_scannable=True),
+    Network("densenet-201", densenet, 101, dict(depths=(6, 12, 48, 32), batch=16), is_convolutional=True),
+    _gpt2("gpt2-medium", 24, 1024, 16),
     _resnet("resnet-152", (3, 8, 36, 3), 16),
     _resnet("resnet-1001", (63, 83, 124, 63), 16),
-    Network("vgg-19", vgg19, 16, dict(batch=64), is_convolutional=True),
-    Network("mobilenet", mobilenet, 13, dict(batch=128), is_convolutional=True),
-    Network("densenet-201", densenet, 101, dict(depths=(6, 12, 48, 32), batch=16), is_convolutional=True),
-    Network("unet", models.unet, 9, dict(levels=5, batch=8, size=416, width=64), is_convolutional=True),
-    Network("lstm", models.lstm, 32, dict(layers=4, steps=32, batch=64, n_in=50, width=1024, classes=5000)),
 )
 QUICK = (
-    Network("gpt2-tiny", models.gpt, 6, dict(layers=6, batch=4, length=64, width=64, heads=4, vocab=128)),
-    Network("vgg-tiny", vgg19, 16, dict(batch=8, size=32, width=8, classes=10), is_convolutional=True),
-)
+    Network("gpt2-tiny", models.gpt, 4, dict(layers=4, batch=4, length=64, width=64, heads=4, vocab=128),
+            is_scannable=True),
+)  # fmt: skip

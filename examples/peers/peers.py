@@ -1,58 +1,100 @@
 """What people use instead, re-expressed for JAX from its sources, and measured by the same compiler.
 
-By hand, round the blocks of a network: `jax.checkpoint` with each of JAX's policies, every √n blocks, and recursive
-halving (jax PR 4363). As planners on the stages that `jaxsub` sees, without its gradient barriers: Alpa's division
-into layers of equal FLOPs (Zheng et al., OSDI 2022, `automatic_remat`), and the memory budget of PyTorch's partitioner
-(a minimum cut over what is cheap to make again, He and Yu, MLSys 2023, then a knapsack over what to save). Chen et
-al.'s greedy segments are `jaxsub`'s own `planner="chen"`, its barriers taken away.
+What is written by hand stands in `examples/measuring.py`, for it serves other benchmarks too. Here are the rest. As
+planners on the stages that `jaxsub` sees, without its gradient barriers: Alpa's division into layers of equal FLOPs
+(Zheng et al., OSDI 2022, `automatic_remat`), and the memory budget of PyTorch's partitioner (a minimum cut over what is
+cheap to make again, He and Yu, MLSys 2023, then a knapsack over what to save). Chen et al.'s greedy segments are
+`jaxsub`'s own `planner="chen"`, its barriers taken away. Haliax's nested scan is `nested_scan`. XLA's own
+rematerialisation pass, which runs on GPUs where a program does not fit, is `by_xla`; on the CPU there is none.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
+from measuring import traced_flops
 
 import jaxsub
 from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Option, Run
 from jaxsub.plan import plan_from_runs
+from jaxsub.targets import Target, get_target
 
 KNAPSACK_SLOTS = 400
 SLACK = 1.1
 """Alpa lets a layer have this many times the mean FLOPs of a layer, at least those of its heaviest stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByHand:
-    """A wrapper that goes round blocks, and how many blocks it goes round; a tuple nests."""
+def nested_scan(body: Callable, carry: Any, xs: Any) -> tuple[Any, None]:
+    """Haliax's `ScanCheckpointPolicy(nested=True)`: a scan of scans, both bodies checkpointed.
 
-    label: str
-    wrap: Callable
-    every: int | tuple[int, ...]
+    Args:
+        body: The body of the scan, as for `jax.lax.scan`; what it collects is dropped.
+        carry: The first carry.
+        xs: What is scanned over, of `length` steps; the outer scan takes the divisor nearest to its root.
+    """
+    length = len(jax.tree.leaves(xs)[0])
+    outer = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - math.sqrt(length)))
+    blocks = jax.tree.map(lambda leaf: leaf.reshape(outer, length // outer, *leaf.shape[1:]), xs)
+    step = jax.checkpoint(body, prevent_cse=False)
+    return jax.lax.scan(jax.checkpoint(lambda carry, block: jax.lax.scan(step, carry, block)), carry, blocks)
 
 
-def convolutions_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Save what convolutions make."""
-    return primitive.name == "conv_general_dilated"
+def by_xla(loss: Callable, args: tuple[Any, ...], target: str, share: float) -> dict[str, Any]:
+    """A gradient compiled for a GPU so small that XLA's own rematerialisation pass runs.
+
+    The compile is done here rather than by `jaxsub`, for the program's text is needed: the pass clones fusions,
+    products among them, and clones are what is executed again. It leaves convolutions, calls to cuDNN, alone.
+    JAX's platform must be the CPU.
+
+    Args:
+        loss: The loss.
+        args: The shapes of its arguments.
+        target: A GPU that is not there.
+        share: What the pass is given, as a share of the plain gradient's temporary memory.
+    """
+    gradient, found = jax.jit(jax.value_and_grad(loss)), get_target(target)
+    plain = _compiled_for(found, gradient, args)
+    memory = plain.memory_analysis()
+    temp_bytes = int(share * memory.temp_size_in_bytes)
+    room = memory.argument_size_in_bytes + memory.output_size_in_bytes + temp_bytes
+    assert found.spec is not None
+    spec = re.sub(r"device_memory_size: \d+", f"device_memory_size: {room}", found.spec)
+    small = _compiled_for(replace(found, spec=spec), gradient, args)
+    again = dot_flops(small.as_text()) - dot_flops(plain.as_text())
+    return {
+        "bytes": small.memory_analysis().temp_size_in_bytes,
+        "flops_ratio": 1 + again / traced_flops(loss, args),
+    }
 
 
-def by_hand(n_blocks: int, is_convolutional: bool) -> Iterator[ByHand]:
-    """Everything that is written by hand round `n_blocks` blocks."""
-    policies, root = jax.checkpoint_policies, math.isqrt(n_blocks)
-    yield ByHand("every block", jax.checkpoint, 1)
-    yield ByHand("√n segments", jax.checkpoint, root)
-    halves = tuple(n_blocks >> level for level in range(1, n_blocks.bit_length()) if n_blocks >> level)
-    yield ByHand("recursive halving", jax.checkpoint, halves)
-    if is_convolutional:
-        yield ByHand("convolutions saved", partial(jax.checkpoint, policy=convolutions_saveable), 1)
-    for name in ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"):
-        yield ByHand(name, partial(jax.checkpoint, policy=getattr(policies, name)), 1)
+def _compiled_for(target: Target, fun: Any, args: tuple[Any, ...]) -> Any:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.spec, topology="1x1x1")
+    where = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), args)
+    return fun.lower(*placed).compile()
+
+
+def dot_flops(text: str) -> float:
+    """FLOPs of the matrix products in a compiled program's text, each counted once."""
+    shapes = {name: _dims(dims) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", text)}
+    total = 0.0
+    for out, lhs, contracted in re.findall(
+        r"%([\w.-]+) = \S+ dot\(%([\w.-]+),.*?lhs_contracting_dims={([\d,]*)}", text
+    ):
+        total += 2.0 * math.prod(shapes[out]) * math.prod(shapes[lhs][axis] for axis in _dims(contracted))
+    return total
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
 
 
 @dataclass(frozen=True, slots=True)

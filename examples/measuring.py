@@ -1,0 +1,63 @@
+"""What comparisons measure, and what they compare with by hand: one account of both for all benchmarks.
+
+Bytes are the target's compiler's. FLOPs are the CPU compiler's count, for other targets too: their compilers give none.
+Of programs with loops it counts each body once; `traced_flops` counts loops with their lengths.
+
+By hand, a network's blocks are wrapped in `jax.checkpoint`: each, every 2, 4 or √n together, nested, in recursive
+halves (jax PR 4363), and each with one of JAX's policies, or one that saves what convolutions make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+import jaxsub
+from jaxsub.flops import jaxpr_flops
+from jaxsub.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """A wrapper that goes round blocks, and how many blocks it goes round; a tuple nests."""
+
+    label: str
+    wrap: Callable
+    every: int | tuple[int, ...] = 1
+
+
+def by_hand(n_blocks: int, is_convolutional: bool) -> Iterator[ByHand]:
+    """Everything that is written by hand round `n_blocks` blocks, nothing twice."""
+    root = math.isqrt(n_blocks)
+    for n in dict.fromkeys((1, 2, 4, root)):
+        yield ByHand(f"every {n}", jax.checkpoint, n)
+    yield ByHand(f"every {root}, nested", jax.checkpoint, (root, 1))
+    halves = tuple(n_blocks >> level for level in range(1, n_blocks.bit_length()) if n_blocks >> level)
+    yield ByHand("recursive halving", jax.checkpoint, halves)
+    if is_convolutional:
+        yield ByHand("convolutions saved", partial(jax.checkpoint, policy=convolutions_saveable))
+        return
+    for name in ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"):
+        yield ByHand(name, partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, name)))
+
+
+def convolutions_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Save what convolutions make."""
+    return primitive.name == "conv_general_dilated"
+
+
+def compiled(fun: Callable, args: tuple[Any, ...], target: str | Target | None = None) -> dict[str, Any]:
+    """Bytes of the compiled gradient for a target, its FLOPs, and how long the compile took."""
+    found = jaxsub.measure(fun, *args, target=target)
+    counted = found if found.flops is not None else jaxsub.measure(fun, *args)
+    return {"bytes": found.temp_bytes, "flops": counted.flops, "compile_seconds": found.compile_seconds}
+
+
+def traced_flops(fun: Callable, args: tuple[Any, ...]) -> float:
+    """FLOPs of products and convolutions in the traced gradient, loops counted with their lengths."""
+    return jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(fun))(*args)).arithmetic_flops
