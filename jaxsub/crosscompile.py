@@ -104,6 +104,13 @@ def cross_compile(
     return CrossCompiled(**answer)
 
 
+def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> str:
+    """What would be compiled, as text without source lines; arguments and errors as in `cross_compile`."""
+    require_packages()
+    shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
+    return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
+
+
 def require_packages(is_there: Callable[[str], bool] | None = None) -> None:
     """Check that programs can be compiled for a GPU that is not there.
 

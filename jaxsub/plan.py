@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
@@ -55,6 +55,22 @@ class Measurement:
             f"{format_bytes(self.output_bytes)} outputs{flops} "
             f"({self.target}, compiled in {self.compile_seconds:.1f} s)"
         )
+
+
+def stored_measurement(found: Any) -> Measurement | None:
+    """A measurement from what a store holds; `None` where that is none.
+
+    Example:
+        >>> from dataclasses import asdict
+        >>> measured = Measurement(8, 4, 4, 0, None, 0.5, "cpu")
+        >>> stored_measurement(asdict(measured)) == measured
+        True
+        >>> stored_measurement({"temp_bytes": 8}) is None
+        True
+    """
+    if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measurement)}:
+        return None
+    return Measurement(**found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def shelf_key(program: Program, planner: Planner, target: Target, asked: str) ->
     if not type(planner).__module__.startswith("jaxsub.planners."):
         return None
     is_mapped = str(compat.names_axes(program.traced))
-    return key_of("made", _code(), compat.remat_flavour(), target.name, target.spec or "", program.fingerprint,
+    return key_of("made", code_digest(), compat.remat_flavour(), target.name, target.spec or "", program.fingerprint,
                   repr(planner), is_mapped, asked)  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def _read(text: Any) -> Plan | None:
 
 
 @functools.cache
-def _code() -> str:
+def code_digest() -> str:
     """A digest of this package's code: a plan of other code is not taken for one of this."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parent.rglob("*.py")):

@@ -37,11 +37,13 @@ class Attempt:
         trial: Its plans, and the functions that were found in it.
         measurement: What the compiler allocates for it.
         run: What can be called: the step under `jax.jit`.
+        digest: A digest of what was compiled.
     """
 
     trial: Trial
     measurement: Measurement
     run: Any
+    digest: str = ""
 
     @property
     def plans(self) -> dict[str, Plan]:

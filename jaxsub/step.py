@@ -2,16 +2,19 @@
 
 `jax.jit` compiles the step; what the compiler allocates for it is read, and the `sublinear` functions inside are given
 the plans with which the whole fits (`jaxsub.sizing`). What is compiled to find out is what runs: a second call with
-the same shapes traces, plans and compiles nothing.
+the same shapes traces, plans and compiles nothing. Measurements and plans are kept on disk: another process traces the
+step, finds its plans, and compiles only what runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -21,14 +24,16 @@ from jaxsub import compat, sites
 from jaxsub.api import AnyCache, type_of
 from jaxsub.budget import Budget
 from jaxsub.compiled import measurement
-from jaxsub.crosscompile import cross_compile
+from jaxsub.crosscompile import cross_compile, lowered_text
 from jaxsub.errors import BudgetError
 from jaxsub.holders import Held, StepReport, held_by, infeasible, report
+from jaxsub.plan import stored_measurement
 from jaxsub.planning import Progress
+from jaxsub.shelf import code_digest, find_plan, put_plan
 from jaxsub.sites import Site, Trial
 from jaxsub.sizing import Attempt, Sizing, step_bytes
 from jaxsub.statics import Statics
-from jaxsub.store import open_store
+from jaxsub.store import key_of, open_store
 from jaxsub.targets import Target, get_target
 
 JAX_SHARE = 0.75
@@ -163,11 +168,29 @@ class Step:
         with Progress(self._progress) as told:
             sizing = self.sizing(args, kwargs, told)
             n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
-            best = sizing.run(n_bytes)
+            best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
                 raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+            for key, plan in best.plans.items():
+                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
         run = best.run if sizing.target.is_present else self._jitted(best.trial)
         return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
+
+    def _found(self, sizing: Sizing, n_bytes: int) -> Attempt | None:
+        """The step under the plans that were found for it before, in this process or another."""
+        store, sites = open_store(self._cache), sizing.first.trial.sites
+        plans = {key: find_plan(store, self._key(sizing, n_bytes, key), site.program) for key, site in sites.items()}
+        known = {key: plan for key, plan in plans.items() if plan is not None}
+        if not known or len(known) < len(plans):
+            return None
+        attempt = sizing.attempt(known)
+        return attempt if step_bytes(attempt.measurement) <= n_bytes else None
+
+    def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
+        target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
+        asked = repr((settings.planner, settings.verify, settings.profile, settings.budget))
+        return key_of("step's plan", code_digest(), compat.remat_flavour(), target.name, target.spec or "",
+                      sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None]) -> Sizing:
         """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
@@ -196,16 +219,24 @@ class Step:
         return trial.sites
 
     def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
-        """Compile the step under a trial's plans."""
-        start = time.perf_counter()
-        jitted = self._jitted(trial, is_here=trial.target.is_present)
-        if trial.target.is_present:
-            chosen: Any = contextlib.nullcontext() if self.target is None else jax.default_device(trial.target.device)
-            with chosen:
-                compiled = jitted.lower(*args, **kwargs).compile()
-        else:
-            compiled = cross_compile(jitted, args, trial.target, kwargs)
-        return Attempt(trial, measurement(compiled, trial.target, time.perf_counter() - start), jitted)
+        """Compile the step under a trial's plans, unless what comes out of that is on disk."""
+        start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
+        jitted = self._jitted(trial, is_here=target.is_present)
+        chosen: Any = contextlib.nullcontext()
+        if target.is_present and self.target is not None:
+            chosen = jax.default_device(target.device)
+        with chosen:
+            lowered = jitted.lower(*args, **kwargs) if target.is_present else None
+            text = lowered.as_text() if lowered is not None else lowered_text(jitted, args, target, kwargs)
+            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
+            key = key_of("step", target.name, target.spec or "", repr(options), digest)
+            found = stored_measurement(store.get(key))
+            if found is None:
+                compiled = lowered.compile() if lowered is not None else cross_compile(jitted, args, target, kwargs)
+                found = measurement(compiled, target, time.perf_counter() - start)
+                store.put(key, asdict(found))
+        return Attempt(trial, found, jitted, digest)
 
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)

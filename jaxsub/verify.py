@@ -24,7 +24,7 @@ from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.loops import find_nested
-from jaxsub.plan import Holding, Measurement, Plan
+from jaxsub.plan import Holding, Measurement, Plan, stored_measurement
 from jaxsub.planners import Planner
 from jaxsub.planners.fit import expected_compile_seconds, is_better
 from jaxsub.planners.held import Held
@@ -152,8 +152,7 @@ class Verifier:
         )
 
     def _recall(self, shape: Any) -> Measurement | None:
-        found = self.pricer.store.get(self._text(shape)) if self.pricer.store is not None else None
-        return Measurement(**found) if isinstance(found, dict) and set(found) == set(Measurement.__slots__) else None
+        return stored_measurement(self.pricer.store.get(self._text(shape)) if self.pricer.store is not None else None)
 
     def _compile(self, plan: Plan, shape: Any) -> Measurement:
         self.compiles += 1

@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxsub
 from jaxsub.batches import largest
-from jaxsub.crosscompile import require_packages
+from jaxsub.crosscompile import cross_compile, require_packages
 from jaxsub.step import device_bytes
 from jaxsub.targets import get_target
 
@@ -331,6 +331,47 @@ def test_a_step_planned_for_a_gpu_that_is_not_there(h100):
     assert planned(found)
     wanted = step_of(loss)(*args)
     chex.assert_trees_all_close(tight(*args), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_what_was_measured_is_found_on_disk(tmp_path, monkeypatch):
+    """A new step finds plans and measurements of one like it, and compiles nothing; a larger batch is another step."""
+    check_found_on_disk(None, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_what_was_measured_for_an_absent_gpu_is_found_on_disk(h100, tmp_path, monkeypatch):
+    """The same where the helper process compiles."""
+    check_found_on_disk(h100, tmp_path, monkeypatch)
+
+
+def check_found_on_disk(target, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting(jax.stages.Lowered.compile, compiled))
+    monkeypatch.setattr("jaxsub.step.cross_compile", counting(cross_compile, compiled))
+    first, again, other = (quiet(STEP, memory=0.6, target=target, cache=tmp_path) for _ in range(3))
+    args = jax.eval_shape(lambda: (*state(), *batch()))
+    found = first.report(*args)
+    assert planned(found)
+    n_first = len(compiled)
+    assert n_first >= 2
+    repeated = again.report(*args)
+    assert len(compiled) == n_first
+    assert (repeated.step_bytes, repeated.plain_bytes) == (found.step_bytes, found.plain_bytes)
+    assert planned(repeated) == planned(found)
+    other.report(*jax.eval_shape(lambda: (*state(), *batch(2 * BATCH))))
+    assert len(compiled) > n_first
+
+
+def counting(fun, calls):
+    """A function that takes note of its calls."""
+
+    @functools.wraps(fun)
+    def counted(*args, **kwargs):
+        calls.append(fun)
+        return fun(*args, **kwargs)
+
+    return counted
 
 
 def test_reports_are_readable():
