@@ -41,15 +41,14 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int]) -> int:
         saved: Offsets of the values it saves.
 
     Returns:
-        Bytes at the peak; the run's inputs, and the gradients of weights, are not among them.
+        Bytes at the peak; the run's inputs, and gradients of weights that join no sum, are not among them.
     """
     again, stored = recomputed(traced, frozenset(saved))
     alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
     cotangents = traced.backward_inputs[len(traced.residuals) :]
-    outputs = [v for v, i in zip(traced.backward_outputs, traced.function.differentiated, strict=True)
-               if not traced.weights[i]]  # fmt: skip
-    gradients = [v for v, i in zip(traced.backward_outputs, traced.function.differentiated, strict=True)
-                 if traced.weights[i]]  # fmt: skip
+    made = list(zip(traced.backward_outputs, traced.function.differentiated, strict=True))
+    outputs = [v for v, i in made if not traced.weights[i] or i in traced.function.joined]
+    gradients = [v for v, i in made if traced.weights[i] and i not in traced.function.joined]
     return Lives((*again, *traced.backward), (*stored, *cotangents), outputs, gradients, alias,
                  is_slow_stored=True).peak()  # fmt: skip
 

@@ -14,8 +14,8 @@ and outputs, and the FLOPs of what is executed again.
 
 Sources: the chain model of Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous
 chains* (2019), with options inside stages as in Zhao et al., *Rockmate* (ICML 2023). Ours in addition: values that
-cross many cuts are counted once where they are made, cotangents that pass over a stage, and weights that several
-stages share, whose running gradient sum stands beside each new contribution.
+cross many cuts are counted once where they are made, and cotangents that pass over a stage. Of weights that several
+stages share, the sum of gradients stands in its output's place; each new contribution is part of a stage's transient.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Stage:
         transient_bytes: What its backward pass allocates when nothing of it is saved: recomputation included.
         keep_bytes: What the compiler keeps of it until its backward pass when it stands unwrapped.
         keep_transient_bytes: What its backward pass then allocates, the kept included.
-        shared_weight_bytes: Bytes of its differentiated inputs that other stages read too.
         made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
         first_value: The first value it makes; options' offsets count from there.
         hoisted_bytes: What the compiler makes for it when the program starts, and keeps until its backward pass, when
@@ -97,7 +96,6 @@ class Stage:
     transient_bytes: int = 0
     keep_bytes: int = 0
     keep_transient_bytes: int = 0
-    shared_weight_bytes: int = 0
     made_bytes: int = 0
     first_value: int = 0
     hoisted_bytes: int = 0
@@ -384,8 +382,7 @@ def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bo
             continue
         for stage, transient, stored_inside in _backward(chain, run, is_last):
             around = int(chain.passing_bytes[stage, run.stop if run.option else stage + 1])
-            shared = sum(2 * s.shared_weight_bytes for s in _stages(chain, run, stage))
-            yield before[position] + stored_inside + transient + around + shared, stage
+            yield before[position] + stored_inside + transient + around, stage
 
 
 def kept_bytes(chain: Chain, run: Run) -> int:
@@ -411,7 +408,3 @@ def _backward(chain: Chain, run: Run, is_last: bool) -> Iterator[tuple[int, int,
         at_once = is_last and s == run.stop - 1
         yield s, stage.transient_bytes if at_once else stage.keep_transient_bytes, stored
         stored += stage.keep_bytes + int(chain.crossing_bytes[s, s + 1])
-
-
-def _stages(chain: Chain, run: Run, stage: int) -> Sequence[Stage]:
-    return chain.stages[run.start : run.stop] if run.option else chain.stages[stage : stage + 1]

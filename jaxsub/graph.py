@@ -124,6 +124,12 @@ class Graph:
         """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
         return self._weights
 
+    def is_joined(self, value: int, stop: int) -> bool:
+        """Whether a differentiated input is read at node `stop` or later: a sum of its gradients stands before that."""
+        found = self.values[value]
+        is_read = found.producer is None and found.is_differentiated and bool(found.consumers)
+        return is_read and found.consumers[-1] >= stop
+
     def output_set(self) -> frozenset[int]:
         """The values that go out."""
         return self._output_set

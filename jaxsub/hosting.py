@@ -58,8 +58,12 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
 def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
     """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
     run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]
+    moves = {
+        number for number, run in enumerate(runs) if run.option is not None and min(run.option.saved, default=0) < 0
+    }
     for c in chain.crossings:
-        if run_of[c.made] < (run_of[c.last] if c.last < len(run_of) else len(runs)):
+        reader = run_of[c.last] if c.last < len(run_of) else len(runs)
+        if run_of[c.made] < reader and reader not in moves:  # what goes to the host's memory needs no place here
             yield from ((size, run_of[c.made], c.made, True) for size in c.sizes)
     for number, run in enumerate(runs):
         if run.option is not None:
@@ -80,19 +84,6 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     costly = (node for node in graph.nodes[start:stop] if node.is_costly)
     weights = (graph.values[v] for node in costly for v in node.inputs if graph.values[v].producer is None)
     return tuple(w.n_bytes for w in weights if w.is_differentiated and len(w.consumers) == 1)
-
-
-def shared_weight_bytes(graph: Graph, start: int, stop: int) -> int:
-    """Bytes of differentiated weights that a run of nodes reads and others read too: their gradients are sums.
-
-    Args:
-        graph: The program.
-        start: The run's first node.
-        stop: The node after its last.
-    """
-    read = {v for n in graph.nodes[start:stop] for v in n.inputs if graph.values[v].producer is None}
-    weights = [graph.values[v] for v in read if graph.values[v].is_differentiated]
-    return sum(w.n_bytes for w in weights if any(not start <= c < stop for c in w.consumers))
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:

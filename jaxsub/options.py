@@ -61,12 +61,14 @@ class RunFunction:
         reads: The values it reads, in order.
         differentiated: Positions in `reads` that a gradient flows to.
         returns: The values of the differentiated outputs.
+        joined: Positions in `reads` of weights that equations after the run read too: their gradients join a sum.
     """
 
     call: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
     reads: tuple[int, ...]
     differentiated: tuple[int, ...]
     returns: tuple[int, ...]
+    joined: frozenset[int]
 
 
 def run_function(
@@ -101,7 +103,8 @@ def run_function(
         return tuple(env[v] for v in active), tuple(env[v] for v in rest)
 
     positions = tuple(i for i, v in enumerate(reads) if graph.values[v].is_differentiated)
-    return RunFunction(call, reads, positions, active)
+    joined = frozenset(i for i in positions if graph.is_joined(reads[i], stop))
+    return RunFunction(call, reads, positions, active, joined)
 
 
 def vjp_of(function: RunFunction, call: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:

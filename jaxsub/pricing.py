@@ -19,7 +19,7 @@ from typing import Any
 from jaxsub import analytic, compat, probes
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
-from jaxsub.hosting import gradient_sizes, saved_sizes, shared_weight_bytes
+from jaxsub.hosting import gradient_sizes, saved_sizes
 from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.options import Choice, TracedRun, choices, trace_run
 from jaxsub.plan import Plan
@@ -40,6 +40,8 @@ REGION_SIZES = (2, 4, 8)
 
 HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
+
+PROBES = 2  # raise it when a probe changes: prices that are stored come from another one
 
 Kind = str
 Saved = tuple[int, ...] | Way
@@ -180,7 +182,8 @@ class Pricer:
             if self._is_pinned(start, stop):
                 continue
             is_last = stop == len(self.program.eqns)
-            jobs += [("forward", start, stop, ()), ("last" if is_last else "keep", start, stop, ())]
+            names = ("forward", "last") if is_last else ("forward", "keep", "unwrapped")
+            jobs += [(name, start, stop, ()) for name in names]
             if not is_last and self._may_hoist(start, stop):
                 jobs.append(("hoist", start, stop, ()))
             if not is_last:
@@ -213,14 +216,12 @@ class Pricer:
         if self.is_compiled and not is_last:
             keep = max(0, keep - analytic.kept_returned_bytes(self._run(start, stop)[0]))
         gone = self._gone_bytes(start, stop, spent_inputs, is_last)
-        most_saving = self._run(start, stop)[1][-1]
-        left = transient if is_last else self._bytes("backward", start, stop, most_saving.saved)
         made, spent = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
             self._bytes("forward", start, stop, ()), transient - gone * is_last, max(0, keep - gone),
-            (max(keep, keep + left - most_saving.saved_bytes) if not is_last else transient) - gone,
-            shared_weight_bytes(graph, start, stop), sum(graph.values[v].n_bytes for v in made), made.start,
+            (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - gone,
+            sum(graph.values[v].n_bytes for v in made), made.start,
             0 if is_last else self._hoisted_bytes(start, stop),
             spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
             analytic.kept_sizes(self._run(start, stop)[0], 0 if is_last else keep - gone),
@@ -360,6 +361,10 @@ class Pricer:
             return analytic.forward_bytes(traced)
         if what == "keep":
             return analytic.kept_bytes(traced)
+        if what == "unwrapped":
+            most_saving = self._run(start, stop)[1][-1]
+            added = self._backward_bytes(start, stop, most_saving.saved) - most_saving.saved_bytes
+            return max(0, analytic.kept_bytes(traced) + added)
         return self._backward_bytes(start, stop, saved)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
@@ -397,12 +402,14 @@ class Pricer:
         return found if isinstance(found, int) else None
 
     def _text(self, key: Any) -> str:
-        return key_of("price", compat.remat_flavour(), self.target.name, self.target.spec or "", repr(key))
+        target = self.target
+        return key_of("price", compat.remat_flavour(), target.name, target.spec or "", repr(key), schema=PROBES)
 
     def _compile(self, probe: probes.Probe) -> int:
-        return max(0, measure_compiled(probe.call, probe.args, self.target).temp_bytes - probe.ballast_bytes)
+        found = measure_compiled(probe.call, probe.args, self.target, donate_argnums=probe.donated)
+        return max(0, found.temp_bytes - probe.ballast_bytes)
 
     def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
         if isinstance(saved, Loop | Conditional):
-            return probes.loop_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
+            return probes.unwrapped_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
         return probes.probe(what, self.program, start, stop, saved, doubles=self.target.platform == "cpu")

@@ -3,7 +3,8 @@
 Each probe is a function and its arguments, compiled but never run. What must count as temporary is made inside the
 program, each buffer from a seed of its own (equal-looking stand-ins would be merged into one); what must not count, the
 run's inputs, comes as arguments. Gradients of weights go out as outputs; cotangents of activations are held together
-with them behind one barrier, then summed, so that no output buffer can hide them.
+with them behind one barrier, then summed, so that no output buffer can hide them. The gradient of a weight that is
+read later too is added to a sum, which comes as an argument whose memory an output takes over.
 
 The memory figures need no loop, except one: what the compiler keeps of an unwrapped run between its passes shows only
 while something else holds the peak. There a loop over a ballast of known size stands between the passes.
@@ -28,18 +29,19 @@ BALLAST_BYTES = 2**31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A function to compile, its arguments, and what to take off the bytes it needs."""
+    """A function to compile, its arguments, what to take off the bytes it needs, and which arguments it may reuse."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     ballast_bytes: int = 0
+    donated: tuple[int, ...] = ()
 
 
 def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[int], *, doubles: bool) -> Probe:
     """The probe of a name.
 
     Args:
-        what: `forward`, `last`, `hoist`, `keep`, `held` (`keep` with inputs made inside) or `backward`.
+        what: `forward`, `last`, `hoist`, `keep`, `held` (`keep` with inputs made inside), `unwrapped` or `backward`.
         program: The program.
         start: The run's first node.
         stop: The node after its last.
@@ -52,6 +54,8 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
         return last_probe(program, start, stop, saved)
     if what == "hoist":
         return hoist_probe(program, start, stop, doubles=doubles)
+    if what == "unwrapped":
+        return unwrapped_probe(program, start, stop)
     if what in ("keep", "held"):
         return keep_probe(program, start, stop, doubles=doubles, made=saved)
     return backward_probe(program, start, stop, saved)
@@ -80,15 +84,16 @@ def backward_probe(program: Program, start: int, stop: int, saved: Sequence[int]
     shapes = [(a.shape, a.dtype) for a in closed.out_avals]
     cotangents = [(o.shape, o.dtype) for o in outs]
 
-    def call(inputs: Sequence[Any], seeds: Any) -> Any:
+    def call(inputs: Sequence[Any], seeds: Any, sums: Sequence[Any]) -> Any:
         made = _fill([s for s, i in zip(shapes, sources, strict=True) if i is None] + cotangents, seeds)
         stored, cts = made[: len(made) - len(cotangents)], made[len(made) - len(cotangents) :]
         stored_iter = iter(stored)
         leaves = [next(stored_iter) if i is None else inputs[i] for i in sources]
-        return _finish(program, function, jax.tree.unflatten(tree, leaves)(tuple(cts)))
+        return _finish(program, function, jax.tree.unflatten(tree, leaves)(tuple(cts)), sums)
 
     n_seeds = len(cotangents) + sum(i is None for i in sources)
-    return Probe(call, (avals, jax.ShapeDtypeStruct((max(n_seeds, 1),), jnp.float32)))
+    seeds, sums = jax.ShapeDtypeStruct((max(n_seeds, 1),), jnp.float32), _sums(function, avals)
+    return Probe(call, (avals, seeds, sums), donated=(2,) if sums else ())
 
 
 def forward_probe(program: Program, start: int, stop: int) -> Probe:
@@ -120,26 +125,28 @@ def last_probe(program: Program, start: int, stop: int, made: Sequence[int] = ()
     return Probe(call, (avals, tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs), given))
 
 
-def loop_probe(program: Program, start: int, stop: int) -> Probe:
+def unwrapped_probe(program: Program, start: int, stop: int) -> Probe:
     """The forward and backward pass of a run of which nothing but what it keeps itself stands between them."""
     function = run_function(program, start, stop)
     avals = read_avals(program, function)
 
-    def call(inputs: Sequence[Any]) -> Any:
+    def call(inputs: Sequence[Any], sums: Sequence[Any]) -> Any:
         results, pullback = vjp_of(function, function.call, inputs)
         results = jax.lax.optimization_barrier(results)
         seeds = [jnp.ravel(r)[0].astype(jnp.float32) for r in results]
         cts = _fill([(r.shape, r.dtype) for r in results], seeds)
-        return results, _finish(program, function, pullback(tuple(cts)))
+        return results, _finish(program, function, pullback(tuple(cts)), sums)
 
-    return Probe(call, (avals,))
+    sums = _sums(function, avals)
+    return Probe(call, (avals, sums), donated=(1,) if sums else ())
 
 
 def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Probe:
     """A loop over a ballast that everything a run reads waits for, then the run and its backward pass.
 
     What stands beside the ballast waits for nothing: index arrays and zeros that the compiler makes for a scatter, say.
-    It makes them when the program starts, and they stand until the run's backward pass.
+    It makes them when the program starts, and they stand until the run's backward pass. What becomes the gradient of a
+    weight lies in its output's place from the start.
 
     Args:
         program: The program.
@@ -157,7 +164,7 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
         *inputs, ballast = jax.lax.optimization_barrier((*inputs, ballast))
         results, pullback = vjp_of(function, region, inputs)
         cts = _fill([(r.shape, r.dtype) for r in results], jax.lax.dynamic_slice(ballast, (0,), (max(len(outs), 1),)))
-        return _finish(program, function, pullback(tuple(cts)), is_summed=True)
+        return _finish(program, function, pullback(tuple(cts)))
 
     return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
 
@@ -205,8 +212,17 @@ def _fill(shapes: Sequence[tuple[Any, Any]], seeds: Any) -> list[Any]:
     return list(jax.lax.optimization_barrier(made)) if made else []
 
 
-def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], *, is_summed: bool = False) -> Any:
-    """Weights' gradients as outputs, activations' cotangents held with them, then summed."""
+def _sums(function: RunFunction, avals: Sequence[Any]) -> list[Any]:
+    """Shapes of the sums that gradients of a run's weights are added to."""
+    return [avals[i] for i in function.differentiated if i in function.joined]
+
+
+def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], sums: Sequence[Any] = (), *,
+            is_summed: bool = False) -> Any:  # fmt: skip
+    """Weights' gradients, added to the sums given, as outputs; activations' cotangents held with them, then summed."""
+    earlier = iter(sums)
+    gradients = [next(earlier) + g if sums and i in function.joined else g
+                 for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
     gradients = jax.lax.optimization_barrier(tuple(gradients))
     values = [program.graph.values[function.reads[i]] for i in function.differentiated]
     weights = [g for g, v in zip(gradients, values, strict=True) if v.producer is None and not is_summed]

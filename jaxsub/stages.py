@@ -156,7 +156,7 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
         refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
         signature = _of_types(graph, node) if node.primitive in SEEDED else signatures[i]
         digest.update(signature + repr(refs).encode())
-    ends = [(graph.values[v].is_differentiated, v in weights) for v in place]
+    ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop)) for v in place]
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
     digest.update(repr((ends, returns)).encode())
     return digest.hexdigest()

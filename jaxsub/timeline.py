@@ -37,7 +37,6 @@ class Step:
         flops: How long it takes, in FLOPs.
         transient_bytes: What it allocates for itself.
         cotangent_bytes: Cotangents that stand meanwhile and are not its own.
-        gradient_bytes: Running sums of the gradients of weights that other stages share, and what is added to them.
     """
 
     phase: str
@@ -46,7 +45,6 @@ class Step:
     flops: float
     transient_bytes: int
     cotangent_bytes: int = 0
-    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class StageTimeline:
         for piece in self.pieces:
             change[piece.start] += piece.n_bytes
             change[piece.stop] -= piece.n_bytes
-        own = (s.transient_bytes + s.cotangent_bytes + s.gradient_bytes for s in self.steps)
+        own = (s.transient_bytes + s.cotangent_bytes for s in self.steps)
         return tuple(stored + here for stored, here in zip(accumulate(change), own, strict=False))
 
     @property
@@ -143,7 +141,7 @@ class StageTimeline:
         found, sizes = self.steps[step], dict[str, int]()
         stage = self.stage_labels[found.start] if self.stage_labels else f"stage {found.start}"
         sizes[f"what `{stage}` works with, {found.phase}"] = found.transient_bytes
-        sizes["cotangents, and sums of gradients that stages share"] = found.cotangent_bytes + found.gradient_bytes
+        sizes["cotangents on their way"] = found.cotangent_bytes
         for piece in self.alive(step):
             sizes[piece.label] = sizes.get(piece.label, 0) + piece.n_bytes
         rows = ((n_bytes, words) for words, n_bytes in sizes.items() if n_bytes)
@@ -258,9 +256,8 @@ class _Replay:
             self.steps.append(Step(phase, s, s + 1, self.chain.stages[s].forward_flops, stored))
 
     def _backward_step(self, start: int, stop: int, transient: int, flops: float) -> None:
-        shared = sum(2 * s.shared_weight_bytes for s in self.chain.stages[start:stop])
         around = int(self.chain.passing_bytes[start, stop])
-        self.steps.append(Step("backward", start, stop, flops, transient, around, shared))
+        self.steps.append(Step("backward", start, stop, flops, transient, around))
 
     def _forward_flops(self, stage: int, depth: int, scope_stop: int) -> float:
         """Of a nested scope's last stage only what its backward pass reads is run again."""

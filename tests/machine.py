@@ -90,8 +90,7 @@ class Machine:
                 self._again(s, stop)
         if not is_last and ("saved", run.start) not in kept:
             raise MachineError(f"region {run.start}:{run.stop} runs backward before it ran forward")
-        shared = 2 * sum(s.shared_weight_bytes for s in self.chain.stages[run.start : run.stop])
-        self._peak(run.option.transient_bytes + shared, {c for c in self.cotangents if c.made < run.start})
+        self._peak(run.option.transient_bytes, {c for c in self.cotangents if c.made < run.start})
         self.extra_flops += run.option.recompute_flops if is_top or not is_last else run.option.loop_flops
         for s in reversed(range(run.start, run.stop)):
             self._backward(s)
@@ -108,7 +107,7 @@ class Machine:
             if is_at_once and not is_top:
                 self._again(s, stop)
             transient = stage.transient_bytes if is_at_once else stage.keep_transient_bytes
-            self._peak(transient + 2 * stage.shared_weight_bytes, {c for c in self.cotangents if c.made < s})
+            self._peak(transient, {c for c in self.cotangents if c.made < s})
             self._backward(s)
 
     def _reads(self, s: int, live: dict[tuple[str, object], int]) -> None:
@@ -194,8 +193,7 @@ def random_chain(draw_int: Callable[[int, int], int], n: int, *, n_items: int = 
     stages = tuple(
         Stage(s, s + 1, forward_flops=float(draw_int(1, 9)), tail_flops=float(draw_int(0, 9)),
               forward_bytes=draw_int(0, most_forward), transient_bytes=draw_int(1, 9), keep_bytes=draw_int(0, 12),
-              keep_transient_bytes=draw_int(1, 9), shared_weight_bytes=draw_int(0, 1) * draw_int(0, 2),
-              made_bytes=draw_int(1, 9), first_value=s)
+              keep_transient_bytes=draw_int(1, 9), made_bytes=draw_int(1, 9), first_value=s)
         for s in range(n)
     )  # fmt: skip
     crossings = {(s, s + 1): Crossing(s, s + 1, draw_int(1, 6), draw_int(0, most_cotangent)) for s in range(n - 1)}
@@ -213,6 +211,8 @@ def random_chain(draw_int: Callable[[int, int], int], n: int, *, n_items: int = 
             options.append(
                 Option((), draw_int(1, 8), draw_int(1, 12), loop_flops, loop_flops=loop_flops, is_region=False)
             )
-        options += [Option((k,), draw_int(1, 8), draw_int(1, 12), float(draw_int(0, 9))) for k in range(draw_int(0, 2))]
+        for k in range(draw_int(0, 2)):  # what it saves stands in its backward pass
+            saved_bytes = draw_int(1, 8)
+            options.append(Option((k,), saved_bytes, saved_bytes + draw_int(0, 6), float(draw_int(0, 9))))
         items.append(Item(start, stop, tuple(options)))
     return Chain(stages, tuple(items), tuple(crossings.values()))

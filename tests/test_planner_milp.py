@@ -192,7 +192,7 @@ def test_milp_is_never_worse_than_optimal(seed):
 
 def test_milp_finds_what_slots_lose():
     """Where the tables of `optimal` are coarse, the program of plans finds the cheaper plan."""
-    chain = random_chain(random.Random(5).randint, 9)
+    chain = random_chain(random.Random(6).randint, 9)
     runs, better = solve(chain, slots=3).least(), 0
     for budget_bytes in range(predict(chain, runs).temp_bytes, predict(chain, chain.plain()).temp_bytes, 4):
         coarse = predict(chain, solve(chain, slots=3).runs(budget_bytes)).extra_flops

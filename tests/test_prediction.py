@@ -117,3 +117,26 @@ def test_a_region_of_many_layers_stores_what_is_slow():
     pricer = Pricer(program, CPU, is_compiled=False)
     item = next(i for i in pricer.chain(cut_choices(program)[0]).items if i.stop - i.start == 8)
     assert item.options[0].transient_bytes == pytest.approx(24 * 256 * 32 * 4, rel=0.1)
+
+
+def test_a_gradient_that_joins_a_sum_is_counted_once(store):
+    """One wide weight, read by eight layers: the sum of its gradients lies in its output's place, each new one beside.
+
+    Where each layer has a weight of its own, gradients are outputs and nothing else.
+    """
+    w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def loss(ws, x):
+        for i in range(8):
+            x = jnp.tanh(x @ ws[i % len(ws)])
+        return jnp.sum(x**2)
+
+    predicted = []
+    for n_weights in (1, 8):
+        program = trace(loss, ([w] * n_weights, x), {}, argnums=0)
+        pricer, chain = priced(program, store, is_compiled=True)
+        plan = get("barriers")(chain, None)
+        predicted.append(plan.prediction.temp_bytes)
+        if n_weights == 1:
+            assert predicted[0] / Verifier(pricer).measure(plan).temp_bytes == pytest.approx(1, abs=0.05)
+    assert predicted[0] >= predicted[1] + 0.9 * 256 * 256 * 4

@@ -75,13 +75,13 @@ def test_activations_follow_the_data():
 def test_every_byte_is_scaled_and_no_flop():
     """A chain's share has all of its bytes scaled, rounded up, and its FLOPs as they were."""
     whole = Chain(
-        (Stage(0, 1, forward_flops=5.0, transient_bytes=81, keep_bytes=8), Stage(1, 2, shared_weight_bytes=16)),
+        (Stage(0, 1, forward_flops=5.0, transient_bytes=81, keep_bytes=8), Stage(1, 2, transient_bytes=16)),
         (Item(0, 1, (Option((0,), 80, 160, 3.0),)),),
         (Crossing(0, 1, 16, 24),),
     )
     share = scaled(whole, 0.125)
     assert (share.stages[0].transient_bytes, share.stages[0].keep_bytes, share.stages[0].forward_flops) == (11, 1, 5.0)
-    assert (share.stages[1].shared_weight_bytes, share.crossings[0]) == (2, Crossing(0, 1, 2, 3))
+    assert (share.stages[1].transient_bytes, share.crossings[0]) == (2, Crossing(0, 1, 2, 3))
     assert share.items[0].options == (Option((0,), 10, 20, 3.0),)
     assert scaled(whole, 1.0) is whole
 

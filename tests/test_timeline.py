@@ -19,7 +19,7 @@ from jaxsub.timeline import name_pieces, stage_timeline
 
 def a_chain(rng: random.Random, n: int) -> Chain:
     """A chain with random figures and crossings, long skips among them."""
-    figures = ("forward_bytes", "transient_bytes", "keep_bytes", "keep_transient_bytes", "shared_weight_bytes")
+    figures = ("forward_bytes", "transient_bytes", "keep_bytes", "keep_transient_bytes")
     stages = tuple(
         Stage(s, s + 1, forward_flops=1.0 + rng.randrange(9), tail_flops=float(rng.randrange(3)),
               **{name: rng.randrange(20) for name in figures})
@@ -56,7 +56,7 @@ def test_what_is_alive_adds_up(rng, n):
     """At every step the pieces that are alive and the step's own bytes are all that stands."""
     timeline = stage_timeline(a_chain(rng, n), some_runs(rng, 0, n))
     for i, (step, live) in enumerate(zip(timeline.steps, timeline.live_bytes, strict=True)):
-        own = step.transient_bytes + step.cotangent_bytes + step.gradient_bytes
+        own = step.transient_bytes + step.cotangent_bytes
         assert live == own + sum(p.n_bytes for p in timeline.alive(i))
     assert timeline.live_bytes[timeline.peak_step] == max(timeline.live_bytes)
 

@@ -4,18 +4,25 @@ For each network, target and budget a plan is made and compiled, before any repa
 was asked for, stage by stage, and once with analytic costs, made without any compiler. `error` is predicted over
 occupied bytes, less one; `packing` is what the compiler allocates over the most that it occupies at one time: the gaps
 that its heap is left with, which no plan can know of.
+
+    python examples/benchmarks/prediction.py            # resumed where it was stopped
+    python examples/benchmarks/prediction.py --toy      # toy networks, on the CPU
+    python examples/benchmarks/prediction.py --table    # the table again, from the results alone
+
+Nothing is executed: shapes are traced and compiled.
 """
 
+from __future__ import annotations
+
 import argparse
-import importlib
+import functools
 import math
 import re
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -25,34 +32,56 @@ from jaxsub.crosscompile_child import devices_of
 from jaxsub.emit import emit
 from jaxsub.plan import Plan
 from jaxsub.planners import get
+from jaxsub.planning import cuts_of
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, trace
 from jaxsub.schedule import read_timeline
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target, get_target
-from jaxsub.verify import cut_choices, gradient, settle
+from jaxsub.verify import gradient, settle
 
-BUDGETS = ("plain", 0.7, 0.4, 0.2, "least")
-MIB = 2**20
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
+
+import zoo  # noqa: E402
+from records import MIB, Cell, Measured, fill, load  # noqa: E402
+
+RESULTS = HERE.parent / "results" / "prediction" / "prediction.json"
+BUDGETS = ("plain", "0.7", "0.4", "0.2", "least")
+COSTS, TARGETS = ("compiled", "analytic"), ("cpu", "h100")
+
+SIZES: dict[str, dict[str, Any]] = {
+    "chain": {"layers": 32, "batch": 4096, "width": 256},
+    "mlp": {"layers": 24, "batch": 1024, "width": 256},
+    "gpt": {"layers": 4, "batch": 4, "length": 256, "width": 384, "heads": 6, "vocab": 4096},
+    "resnet": {"depths": (2, 2, 2), "batch": 16, "size": 112, "width": 32, "classes": 100},
+    "unet": {"levels": 4, "batch": 8, "size": 64, "width": 16},
+    "vit": {"layers": 4, "batch": 16, "size": 112, "patch": 8, "width": 192, "heads": 3, "classes": 100},
+    "lstm": {"layers": 2, "steps": 12, "batch": 64, "n_in": 50, "width": 256, "classes": 1000},
+}
+"""Each large enough that activations, not weights, hold the memory, and compiled in seconds."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One plan: what was predicted of it, what the compiler allocates, and how much of that it occupies at most."""
+@functools.cache
+def program_of(name: str, is_toy: bool) -> Program:
+    """A network of the zoo, traced."""
+    model = zoo.BY_NAME[name]
+    loss, init = model.build(**(model.toy_size if is_toy else SIZES[name]))
+    return trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
 
-    predicted_bytes: int
-    temp_bytes: int
-    occupied_bytes: int
 
-    @property
-    def error(self) -> float:
-        """Predicted over occupied bytes, less one."""
-        return self.predicted_bytes / self.occupied_bytes - 1
-
-    @property
-    def packing(self) -> float:
-        """Allocated over occupied bytes, less one."""
-        return self.temp_bytes / self.occupied_bytes - 1
+def measure(name: str, is_toy: bool, target_name: str, costs: str, budget: str, store: Store) -> dict[str, int]:
+    """One cell: plan for a budget, at the first try, and compile."""
+    program, target, planner = program_of(name, is_toy), get_target(target_name), get("auto")
+    cuts = cuts_of(program)[0]
+    pricer = Pricer(program, target, costs == "compiled", store)
+    plan = get("plain")(pricer.chain(cuts), None)
+    if budget != "plain":
+        plain_bytes = compiled_bytes(program, plan, target, store)[0]
+        plan = settle(pricer, cuts, planner, 1 if budget == "least" else math.floor(float(budget) * plain_bytes))
+    assert plan.prediction is not None
+    allocated, occupied = compiled_bytes(program, plan, target, store)
+    return {"predicted": plan.prediction.temp_bytes, "occupied": occupied, "allocated": allocated}
 
 
 def compiled_bytes(program: Program, plan: Plan, target: Target, store: Store) -> tuple[int, int]:
@@ -108,53 +137,62 @@ def _covered(places: list[tuple[int, int]]) -> int:
     return total
 
 
-def rows(program: Program, target: Target, is_compiled: bool, store: Store) -> Iterator[tuple[str, Row]]:
-    """Plan and compile for each budget, at the first try."""
-    cuts, planner = cut_choices(program)[0], get("auto")
-    pricer = Pricer(program, target, is_compiled, store)
-    plain = get("plain")(pricer.chain(cuts), None)
-    plain_temp = compiled_bytes(program, plain, target, store)
-    for budget in BUDGETS:
-        if budget == "plain":
-            plan, found = plain, plain_temp
-        else:
-            n_bytes = 1 if budget == "least" else math.floor(float(budget) * plain_temp[0])
-            plan = settle(pricer, cuts, planner, n_bytes)
-            found = compiled_bytes(program, plan, target, store)
-        assert plan.prediction is not None
-        yield str(budget), Row(plan.prediction.temp_bytes, *found)
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """The cells asked for."""
+    store = Store(options.cache)
+    for costs in options.costs:
+        for target in options.targets:
+            for name in options.models:
+                for budget in BUDGETS:
+                    run = functools.partial(measure, name, options.toy, target, costs, budget, store)
+                    yield Cell(f"{costs}/{target}/{name}/{budget}", run)
+
+
+def error(row: dict[str, Any]) -> float:
+    """Predicted over occupied bytes, less one."""
+    return float(row["predicted"] / row["occupied"] - 1)
+
+
+def packing(row: dict[str, Any]) -> float:
+    """Allocated over occupied bytes, less one."""
+    return float(row["allocated"] / row["occupied"] - 1)
+
+
+def table(measured: Measured) -> None:
+    """Print every cell, and under each target medians and worsts."""
+    print(f"{'costs':9}{'target':8}{'network':10}{'budget':>7}{'predicted':>11}{'occupied':>11}{'allocated':>11}"
+          f"{'error':>8}{'packing':>9}")  # fmt: skip
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for key, row in measured.items():
+        costs, target, name, budget = key.split("/")
+        groups.setdefault((costs, target), []).append(row)
+        sizes = "".join(f"{row[what] / MIB:11.2f}" for what in ("predicted", "occupied", "allocated"))
+        print(f"{costs:9}{target:8}{name:10}{budget:>7}{sizes}{error(row):8.1%}{packing(row):9.1%}")
+    for (costs, target), rows in groups.items():
+        errors, gaps = [abs(error(row)) for row in rows], [packing(row) for row in rows]
+        said = [f"{median(found):.1%}, worst {max(found):.1%}" for found in (errors, gaps)]
+        print(f"{costs:9}{target:8}{len(rows):3} plans: error median {said[0]}; packing median {said[1]}")
 
 
 def main() -> None:
-    """Print the table, and under it medians and worsts."""
+    """Measure what is missing, and print the table."""
     jax.config.update("jax_platforms", "cpu")  # before backends start: or absent devices cannot be described
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    zoo = importlib.import_module("zoo")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="networks of toy size")
-    parser.add_argument("--models", nargs="+", default=[m.name for m in zoo.NETWORKS], help="names in tests/zoo.py")
-    parser.add_argument("--targets", nargs="+", default=["cpu", "h100"])
-    parser.add_argument("--costs", nargs="+", default=["compiled", "analytic"], choices=["compiled", "analytic"])
+    parser.add_argument("--toy", action="store_true", help="networks of toy size, on the CPU; results in a new folder")
+    parser.add_argument("--table", action="store_true", help="measure nothing: the table from the results alone")
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES), help="names in tests/zoo.py")
+    parser.add_argument("--targets", nargs="+", default=None, help="names of devices; cpu and h100 where left out")
+    parser.add_argument("--costs", nargs="+", default=list(COSTS), choices=COSTS)
+    parser.add_argument("--results", type=Path, default=None, help="the file that keeps the results")
     parser.add_argument("--cache", default=None, help="where prices and measurements are kept; left out: in memory")
     options = parser.parse_args()
-    store = Store(options.cache)
-    print(f"{'costs':9}{'target':8}{'network':10}{'budget':>7}{'predicted':>11}{'occupied':>11}{'allocated':>11}"
-          f"{'error':>8}{'packing':>9}")  # fmt: skip
-    for costs in options.costs:
-        for target in map(get_target, options.targets):
-            found = []
-            for name in options.models:
-                loss, args = zoo.BY_NAME[name].toy() if options.toy else zoo.BY_NAME[name].full()
-                program = trace(loss, args, {}, argnums=0)
-                for budget, row in rows(program, target, costs == "compiled", store):
-                    found.append(row)
-                    sizes = (row.predicted_bytes, row.occupied_bytes, row.temp_bytes)
-                    print(f"{costs:9}{target.name:8}{name:10}{budget:>7}" + "".join(f"{b / MIB:11.2f}" for b in sizes)
-                          + f"{row.error:8.1%}{row.packing:9.1%}", flush=True)  # fmt: skip
-            errors = [abs(row.error) for row in found]
-            print(f"{costs:9}{target.name:8}median {statistics.median(errors):.1%}, worst {max(errors):.1%}; packing "
-                  f"median {statistics.median(r.packing for r in found):.1%}, "
-                  f"worst {max(r.packing for r in found):.1%}\n", flush=True)  # fmt: skip
+    options.targets = options.targets or (["cpu"] if options.toy else list(TARGETS))
+    path = options.results or (Path(tempfile.mkdtemp(prefix="jaxsub-")) / RESULTS.name if options.toy else RESULTS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measured = load(path) if options.table else fill(path, cells(options))
+    if not measured:
+        raise SystemExit(f"{path} holds no results: run this without --table first")
+    table(measured)
 
 
 if __name__ == "__main__":

@@ -92,8 +92,7 @@ def modes_of(chain: Chain) -> tuple[Mode, ...]:
 
 
 def _around(chain: Chain, start: int, stop: int) -> int:
-    shared = sum(stage.shared_weight_bytes for stage in chain.stages[start:stop])
-    return int(chain.passing_bytes[start, stop]) + 2 * shared
+    return int(chain.passing_bytes[start, stop])
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
     unit_bytes = _unit(chain, max_bytes, slots)
     n, n_slots = len(chain.stages), int(max_bytes / unit_bytes + 1e-9)
     crossing, passing = chain.crossing_bytes, chain.passing_bytes
-    around = 2 * _column(chain, "shared_weight_bytes") + passing[np.arange(n), np.arange(1, n + 1)]
+    around = passing[np.arange(n), np.arange(1, n + 1)]
     held = nearest(chain.cotangent_bytes[0, 1:], unit_bytes)
     kept = _column(chain, "keep_bytes") + crossing[np.arange(n), np.arange(1, n + 1)]
     choices = tuple(tuple(_choices(chain, s, unit_bytes)) for s in range(n))
@@ -180,10 +180,9 @@ def _choices(chain: Chain, start: int, unit_bytes: float) -> Iterator[Choice]:
     for item in chain.items:
         if item.start == start:
             crossing, passing = (int(t[start, item.stop]) for t in (chain.crossing_bytes, chain.passing_bytes))
-            shared = 2 * sum(s.shared_weight_bytes for s in chain.stages[start : item.stop])
             for option in item.options:
-                stored = int(nearest(np.array(crossing + option.saved_bytes), unit_bytes))
-                back = int(up(np.array(option.transient_bytes + passing + shared), unit_bytes))
+                stored = int(nearest(np.array(max(0, crossing + option.saved_bytes)), unit_bytes))
+                back = int(up(np.array(option.transient_bytes + passing), unit_bytes))
                 flops, last_flops = np.float32(option.recompute_flops), np.float32(option.loop_flops)
                 yield Choice(item.stop, option, stored, back, flops, last_flops)
 

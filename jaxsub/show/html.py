@@ -36,7 +36,7 @@ MOST_COLUMNS = 1200
 MOST_BARS = 4000
 LABEL_LENGTH = 120
 MOST_ROWS = 8
-OWN = ("its own transients", "cotangents on their way", "running sums of shared weights' gradients")
+OWN = ("its own transients", "cotangents on their way")
 PHASES = ("forward", "again", "backward")
 
 
@@ -219,7 +219,7 @@ def _moment(plan: Plan, after: Curve) -> str:
     )
     rest = sum(p.n_bytes for p in alive[MOST_ROWS:])
     rows += _row(f"{len(alive) - MOST_ROWS} smaller", rest) if rest else ""
-    own = (step.transient_bytes, step.cotangent_bytes, step.gradient_bytes)
+    own = (step.transient_bytes, step.cotangent_bytes)
     rows += "".join(_row(name, n_bytes) for name, n_bytes in zip(OWN, own, strict=True) if n_bytes)
     title = f"At the peak: {step.phase}, {region_label(timeline, step.start, step.stop)}"
     return f"<b>{escape(title)}</b> {format_bytes(after.peak_bytes)}<table>{rows}</table>"
@@ -281,7 +281,7 @@ def _data(plan: Plan, n_labels: int) -> str:
     steps = []
     for width, s in zip(map(float.__sub__, after.times[1:], after.times), timeline.steps, strict=True):
         text = region_label(timeline, s.start, s.stop) if named_stages else region_label(bare, s.start, s.stop)
-        own = [s.transient_bytes, s.cotangent_bytes, s.gradient_bytes]
+        own = [s.transient_bytes, s.cotangent_bytes]
         steps.append([round(width, 5), PHASES.index(s.phase), label(text), *own])
     end = max(c.end for c in curves(plan) if c is not None)
     data: dict[str, Any] = {"end": round(end, 5), "steps": steps, "pieces": pieces, "labels": list(labels)}

@@ -13,13 +13,13 @@ function cell(row,text,name){var c=document.createElement("td");c.textContent=te
 function show(i){
 i=Math.max(0,Math.min(data.steps.length-1,i));if(i===at)return;at=i;
 var s=data.steps[i],alive=data.pieces.filter(function(p){return p[0]<=i&&i<p[0]+p[1]});
-var groups={},total=s[3]+s[4]+s[5];
+var groups={},total=s[3]+s[4];
 alive.forEach(function(p){total+=p[2];var k=p[3]+"|"+p[2];(groups[k]=groups[k]||[0,p[2],p[3]])[0]++});
 var rows=Object.values(groups).sort(function(a,b){return b[0]*b[1]-a[0]*a[1]});
 var lines=rows.slice(0,8).map(function(r){return[bytes(r[0]*r[1]),(r[0]>1?r[0]+" x ":"")+(r[2]<0?"stored":data.labels[r[2]])]});
 var rest=rows.slice(8).reduce(function(n,r){return n+r[0]*r[1]},0);
 if(rest)lines.push([bytes(rest),"smaller"]);
-[["its own transients",s[3]],["cotangents on their way",s[4]],["running sums of shared weights' gradients",s[5]]].forEach(
+[["its own transients",s[3]],["cotangents on their way",s[4]]].forEach(
 function(o){if(o[1])lines.push([bytes(o[1]),o[0]])});
 var title=document.createElement("b"),table=document.createElement("table");
 title.textContent=phases[s[1]]+", "+data.labels[s[2]];
