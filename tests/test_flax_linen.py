@@ -146,12 +146,16 @@ def test_a_wrong_policy_is_refused_where_it_is_written():
         linen.remat(Block, policy="save_dots")
 
 
-@pytest.mark.parametrize("transform", [linen.sublinear, linen.sublinear(planner="chen")], ids=["auto", "chen"])
-def test_a_loss_of_variables_under_a_plan(transform):
-    """Statistics and sown values come out as from the plain loss, gradients too."""
-    variables = init(Net())
-    planned = gradient(Net(), variables, lambda loss: transform(loss, verify=False))
-    assert_same(planned, gradient(Net(), variables))
+@pytest.mark.parametrize(
+    ("net", "transform"),
+    [(Net, linen.sublinear), (Net, linen.sublinear(planner="chen")), (Scanned, linen.sublinear)],
+    ids=["auto", "chen", "scan"],
+)
+def test_a_loss_of_variables_under_a_plan(net, transform):
+    """Statistics and sown values come out as from the plain loss, gradients too, those of nn.scan as well."""
+    variables = init(net())
+    planned = gradient(net(), variables, lambda loss: transform(loss, verify=False))
+    assert_same(planned, gradient(net(), variables))
 
 
 def test_a_loss_of_a_bound_module_under_a_plan():

@@ -191,6 +191,51 @@ def test_remat_inside_scan_and_vmap():
             chex.assert_trees_all_close(jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-5, atol=1e-6)
 
 
+class Towers(nnx.Module):
+    """Four stacked blocks with statistics, keys and a counter, called in a loop or all at once."""
+
+    def __init__(self, is_loop):
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return Block(nnx.Linear(DIM, DIM, rngs=rngs), rngs)
+
+        self.blocks, self.is_loop = make(nnx.Rngs(0, dropout=1)), is_loop
+
+    def __call__(self, x):
+        if self.is_loop:
+            scan = nnx.scan(lambda x, block: (block(x), None), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+            return scan(x, self.blocks)[0]
+        return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.blocks, x)
+
+
+@pytest.mark.parametrize("is_loop", [True, False], ids=["scan", "vmap"])
+def test_a_loss_of_stacked_modules_under_a_plan(is_loop):
+    """nnx.scan and nnx.vmap inside a planned loss: each layer's statistics, counters and streams change once a call."""
+    planned = jaxsub_nnx.sublinear(loss, verify=False)
+    model = Towers(is_loop)
+    assert_same(two_steps(model, planned), two_steps(Towers(is_loop)))
+    assert model.blocks.calls[...].tolist() == [2, 2, 2, 2]
+    assert n_regions(Towers(is_loop), planned) > 0
+
+
+@pytest.mark.parametrize("policy", ["save_costly", checkpoint_policies.nothing_saveable], ids=["ours", "jax"])
+def test_one_module_class_under_policies_chosen_at_run_time(policy):
+    """The same class with a policy on one instance and none on another, keywords included (flax #4626, #4778)."""
+    rngs = nnx.Rngs(0, dropout=1)
+    shared = nnx.Linear(DIM, DIM, rngs=rngs)
+    wrapped, plain = (Block(shared, nnx.Rngs(0, dropout=1)) for _ in range(2))
+
+    def both(call):
+        return nnx.value_and_grad(lambda block, x: (call(block)(x, scale=0.5, residual=False) ** 2).sum())
+
+    got = both(lambda block: jaxsub_nnx.remat(block.__call__, policy=policy, static_argnames="residual"))(wrapped, X)
+    wanted = both(lambda block: block)(plain, X)
+    assert_same([jax.tree.leaves(got)], [jax.tree.leaves(wanted)])
+    assert_same([jax.tree.leaves(nnx.state(wrapped))], [jax.tree.leaves(nnx.state(plain))])
+    assert int(wrapped.calls[...]) == 1
+
+
 def test_an_optimizer_trains_the_same():
     """nnx.Optimizer, five steps: the losses of the plain loop."""
 

@@ -27,6 +27,7 @@ def remat(
     policy: str | policies.Policy | policies.JaxPolicy | None = None,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Recompute a function's intermediates in the backward pass, but for what a policy saves.
 
@@ -38,6 +39,7 @@ def remat(
             of JAX, or `None` for nothing.
         prevent_cse: As for `jax.checkpoint`; pass `False` inside `nnx.scan`.
         static_argnums: Positions of arguments that are no arrays.
+        static_argnames: Names of such arguments, such as a flag that a module branches on.
 
     Returns:
         A function with the same arguments, results and effects on its modules.
@@ -53,17 +55,26 @@ def remat(
         (1, 2)
     """
     if f is None:
-        return functools.partial(remat, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+        return functools.partial(
+            remat,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if inspect.ismethod(f):
-        wrapped = remat(f.__func__, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+        wrapped = remat(
+            f.__func__, policy=policy, prevent_cse=prevent_cse, static_argnums=numbers, static_argnames=names
+        )
         return functools.partial(wrapped, f.__self__)
     found = policies.get(policy)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     lifted = policies.checkpoint(_pure(f), policy=found, prevent_cse=prevent_cse)
 
     @functools.wraps(f)
     def wrapped_f(*args: Any, **kwargs: Any) -> Any:
-        return _call(lifted, nnx.Param, numbers, (), *args, **kwargs)
+        return _call(lifted, nnx.Param, numbers, names, *args, **kwargs)
 
     return wrapped_f
 
