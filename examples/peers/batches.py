@@ -1,0 +1,163 @@
+"""Checkmate's table: the largest batch whose training step fits 16 GB, at most one extra forward pass allowed.
+
+Jain et al. (MLSys 2020, Fig. 6) trained VGG-19, MobileNet and U-Net on a GPU of 16 GB: without checkpoints, with
+segments of √n blocks, with Chen et al.'s greedy segments, and with their own integer program. Here the same networks
+are compiled, in float32 for the CPU: parameters, gradients, images and temporary memory together must fit. Memory
+grows linearly with the batch; so the line through two small batches says where to look, and what is compiled decides.
+
+    python examples/peers/batches.py                      # all networks, resumed where it was stopped
+    python examples/peers/batches.py --only vgg-19        # one of them
+    python examples/peers/batches.py --quick              # a small network in 64 MB, under two minutes
+    python examples/peers/batches.py --draw               # the table and the picture again, from the results alone
+
+Batches of different frameworks and devices are not alike; their ratios to the batch without checkpoints are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+
+import jaxsub
+from jaxsub.plan import Measurement
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from networks import NETWORKS, Network, vgg19  # noqa: E402
+from records import Cell, Measured, figure  # noqa: E402
+
+MEMORY, QUICK_MEMORY = 16 * 10**9, 64 * 10**6
+NAMES = ("vgg-19", "mobilenet", "unet", "resnet-50")
+QUICK = Network("vgg-tiny", vgg19, 16, dict(batch=32, size=32, width=8, classes=10), is_convolutional=True)
+WAYS = ("no checkpoints", "√n segments", "Chen et al., greedy", "jaxsub")
+CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))}
+"""What the paper reports of all four; its own program stands where `jaxsub` stands here."""
+
+COLORS = dict(zip(WAYS, ("#8a8a8a", "#56b4e9", "#d55e00", "#0072b2"), strict=True))
+TRIES = 6
+LEAP = 16
+"""How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
+
+
+def measured(network: Network, way: str, batch: int) -> Measurement:
+    """What the compiler allocates for a batch, under one way of four."""
+    by_hand = dict(wrap=jax.checkpoint, every=math.isqrt(network.n_blocks)) if way == "√n segments" else {}
+    loss, args = network.resized(batch=batch).shapes(**by_hand)
+    if way == "jaxsub":  # without a budget: the least memory that at most one extra forward pass can buy
+        plan = jaxsub.plan(loss, *args, verify=True, progress=False)
+        assert plan.measurement is not None
+        return plan.measurement
+    if way == "Chen et al., greedy":
+        plan = jaxsub.plan(loss, *args, planner="chen", verify=False, progress=False).replace(barriers=())
+        return jaxsub.measure(jaxsub.sublinear(loss, plan=plan), *args)
+    return jaxsub.measure(loss, *args)
+
+
+def total_bytes(found: Measurement) -> int:
+    """Everything that a step holds: parameters and images, gradients, temporary memory."""
+    return found.argument_bytes + found.output_bytes + found.temp_bytes - found.alias_bytes
+
+
+def largest(bytes_at: Callable[[int], int], memory: int, start: int) -> dict[int, int]:
+    """Bytes by batch, of every batch that was tried until the line through two says that no larger one fits."""
+    seen = {n: bytes_at(n) for n in (start, 2 * start)}
+    for _ in range(TRIES):
+        low, high = sorted(seen, key=lambda n: abs(seen[n] - memory))[:2]
+        slope = (seen[high] - seen[low]) / (high - low)
+        n = low + math.floor((memory - seen[low]) / slope) if slope > 0 else LEAP * max(seen)
+        too_large = min((n for n in seen if seen[n] > memory), default=math.inf)
+        fitting = max((n for n in seen if seen[n] <= memory), default=0)
+        n = int(min(max(n, fitting), too_large - 1, LEAP * max(seen)))
+        if n in seen or n < 1:
+            break
+        seen[n] = bytes_at(n)
+    return seen
+
+
+def searched(network: Network, way: str, memory: int) -> dict[str, Any]:
+    """The largest batch of a network under one way, and what it executes for each image."""
+    found: dict[int, Measurement] = {}
+
+    def bytes_at(batch: int) -> int:
+        found[batch] = measured(network, way, batch)
+        return total_bytes(found[batch])
+
+    seen = largest(bytes_at, memory, max(1, network.size["batch"] // 4))
+    batch = max((n for n, n_bytes in seen.items() if n_bytes <= memory), default=0)
+    return {
+        "batch": batch,
+        "bytes": seen.get(batch),
+        "flops_per_image": found[batch].flops / batch if batch else None,
+        "tried": {str(n): n_bytes for n, n_bytes in sorted(seen.items())},
+    }
+
+
+def cells(networks: list[Network], memory: int) -> Iterator[Cell]:
+    """Every cell of the table."""
+    for network in networks:
+        for way in WAYS:
+            yield Cell(f"{network.name}/{way}", partial(searched, network, way, memory))
+
+
+def rows(stored: Measured) -> dict[str, dict[str, dict[str, Any]]]:
+    """Cells by network, then by way."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, figures in stored.items():
+        name, way = key.split("/")
+        found.setdefault(name, {})[way] = figures
+    return found
+
+
+def table(stored: Measured) -> None:
+    """Print batches, their ratios to the plain one's, FLOPs for each image, and Checkmate's."""
+    print("| network | | largest batch | ratio | FLOPs per image | Checkmate: batch | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for name, by_way in rows(stored).items():
+        plain, theirs = by_way.get(WAYS[0]), CHECKMATE.get(name, {})
+        for way, own in by_way.items():
+            ratios = " | "
+            if plain and own["batch"] and plain["batch"]:
+                more, flops = (own[what] / plain[what] for what in ("batch", "flops_per_image"))
+                ratios = f"{more:.2f} | {flops:.3f}"
+            beside = f"{theirs[way]} | {theirs[way] / theirs[WAYS[0]]:.2f}" if way in theirs else " | "
+            print(f"| {name} | {way} | {own['batch']} | {ratios} | {beside} |")
+
+
+def draw(stored: Measured, path: Path) -> None:
+    """Bars of the ratios to the batch without checkpoints."""
+    found = {name: by_way for name, by_way in rows(stored).items() if by_way.get(WAYS[0], {}).get("batch")}
+    fig, ax = plt.subplots(figsize=(1.5 + 2 * max(len(found), 1), 4), layout="constrained")
+    for i, way in enumerate(WAYS):
+        shown = [(x, by_way) for x, by_way in enumerate(found.values()) if way in by_way]
+        heights = [by_way[way]["batch"] / by_way[WAYS[0]]["batch"] for _, by_way in shown]
+        bars = ax.bar([x + 0.2 * (i - 1.5) for x, _ in shown], heights, 0.19, color=COLORS[way], label=way)
+        ax.bar_label(bars, fmt="%.1f", fontsize="small")
+    ax.set(xticks=range(len(found)), xticklabels=list(found), ylabel="largest batch (1 = no checkpoints)")
+    ax.legend(fontsize="small")
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def main() -> None:
+    """Measure what is missing, print the table, draw the picture."""
+    by_name = {network.name: network for network in NETWORKS}
+    figure(
+        __doc__,
+        HERE.parent / "results" / "peers" / "batches.json",
+        quick=lambda: cells([QUICK], QUICK_MEMORY),
+        full=lambda: cells([by_name[name] for name in NAMES], MEMORY),
+        table=table,
+        draw=draw,
+    )
+
+
+if __name__ == "__main__":
+    main()

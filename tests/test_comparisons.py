@@ -1,0 +1,122 @@
+"""What the examples' comparisons rest on: records that are resumed, peers as their sources describe them, tables."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zoo
+
+import jaxsub
+
+EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "benchmarks")]
+
+import batches  # noqa: E402
+import peers  # noqa: E402
+import records  # noqa: E402
+from measuring import by_hand, traced_flops  # noqa: E402
+
+FIGURES = {"paper": ("lstm", "resnet", "speed", "recursion"), "peers": ("frontiers", "batches")}
+STORED = [path for folder in FIGURES for path in sorted((EXAMPLES / "results" / folder).glob("*.json"))]
+
+
+def cells_that_count(calls, keys):
+    return [records.Cell(key, lambda key=key: calls.append(key) or {"bytes": 1}) for key in keys]
+
+
+def test_a_stopped_run_goes_on_where_it_stood(tmp_path):
+    """Cells in the file are not measured again, unless other versions measured them."""
+    path, calls = tmp_path / "figure.json", []
+    records.fill(path, cells_that_count(calls, "ab"))
+    assert set(records.fill(path, cells_that_count(calls, "abc"))) == set("abc")
+    assert calls == ["a", "b", "c"]
+    stored = records.load(path)
+    stored["b"]["versions"]["jax"] = "0.1"
+    path.write_text(json.dumps(stored), "utf-8")
+    records.fill(path, cells_that_count(calls, "abc"))
+    assert calls == ["a", "b", "c", "b"]
+
+
+def test_no_cell_is_begun_after_the_minutes_given(tmp_path):
+    """What is left out is measured by the next run."""
+    calls = []
+    assert records.fill(tmp_path / "figure.json", cells_that_count(calls, "ab"), minutes=0) == {}
+    assert calls == []
+
+
+def test_cells_are_picked_by_how_their_keys_begin():
+    """All of them where nothing is asked for."""
+    cells = cells_that_count([], ("cpu/vgg/plain", "cpu/unet/plain", "h100/vgg/plain"))
+    assert [cell.key for cell in records.picked(cells, ["cpu/vgg", "h100"])] == ["cpu/vgg/plain", "h100/vgg/plain"]
+    assert len(records.picked(cells, ())) == 3
+
+
+@pytest.mark.parametrize("n_blocks", [9, 16, 32])
+def test_nothing_is_written_by_hand_twice(n_blocks):
+    """Labels are keys of results; wrapping changes no gradient."""
+    ways = list(by_hand(n_blocks, is_convolutional=False))
+    assert len({way.label for way in ways}) == len(ways) >= 8
+
+
+@pytest.mark.parametrize("length", [6, 16])
+def test_the_nested_scan_is_a_scan(length):
+    """The same value and gradient, in loops of nearly the root of its length, each step executed at most thrice."""
+    x, ws = jnp.ones(4), jnp.linspace(0.1, 1, length * 16).reshape(length, 4, 4) / 4
+
+    def loss(scan):
+        return lambda ws: jnp.sum(scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+    plain, nested = loss(jax.lax.scan), loss(peers.nested_scan)
+    for a, b in zip(jax.value_and_grad(plain)(ws), jax.value_and_grad(nested)(ws), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert 1.4 < traced_flops(nested, (ws,)) / traced_flops(plain, (ws,)) < 1.7
+
+
+def test_products_of_a_compiled_text_are_counted():
+    """2 x elements x contracted length, batched or not."""
+    text = """
+      %a.1 = bf16[8,128,64]{2,1,0} parameter(0)
+      ROOT %dot.2 = f32[8,128,32]{2,1,0} dot(%a.1, %b.1), lhs_batch_dims={0}, lhs_contracting_dims={2}
+      %c = f32[10,20]{1,0} parameter(1)
+      %dot.3.remat = f32[20,5]{1,0} dot(%c, %d), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+    """
+    assert peers.dot_flops(text) == 2 * 8 * 128 * 32 * 64 + 2 * 20 * 5 * 10
+
+
+@pytest.mark.parametrize("planner", [peers.EqualFlops(4), peers.Knapsack(0.5)], ids=["Alpa", "PyTorch"])
+def test_peers_plan_the_same_function(planner):
+    """Gradients stay what they are; nothing of ours, no barrier, is left in a peer's plan."""
+    loss, args = zoo.BY_NAME["chain"].toy()
+    plan = jaxsub.plan(loss, *args, planner=planner, verify=False, progress=False)
+    assert plan.n_regions
+    assert not plan.barriers
+    if isinstance(planner, peers.EqualFlops):
+        assert plan.n_regions == planner.layers - 1  # the last one is not wrapped
+    ours = jax.grad(jaxsub.sublinear(loss, plan=plan))(*args)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.grad(loss)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bytes_at", [lambda n: 100 + 7 * n, lambda n: 100 + 7 * n + n % 5], ids=["line", "crooked"])
+def test_the_largest_batch_fits_and_the_next_does_not(bytes_at):
+    """Found with few batches tried."""
+    seen = batches.largest(bytes_at, 1000, 4)
+    best = max(n for n in seen if seen[n] <= 1000)
+    assert bytes_at(best + 1) > 1000
+    assert len(seen) <= 5
+    assert max(batches.largest(lambda n: 5000 + n, 1000, 4).values()) > 1000  # nothing fits
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_tables_and_pictures_need_only_the_results(path, capsys, tmp_path):
+    """Of every figure whose results are kept, in whatever state they are."""
+    module, stored = importlib.import_module(path.stem), records.load(path)
+    module.table(stored)
+    assert capsys.readouterr().out
+    module.draw(stored, tmp_path if path.stem == "frontiers" else tmp_path / "picture.png")
+    assert list(tmp_path.glob("*.png"))
