@@ -17,8 +17,9 @@ cut; the priced recomputation is the Lagrangian of Checkmate's problem (Jain et 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -29,12 +30,17 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxsub import compat
 from jaxsub.flops import flops_of
+from jaxsub.pooling import without_scatter
 from jaxsub.program import Program, aval_bytes, flatten_jaxpr, live_eqns
+from jaxsub.results import is_known_by_result
+from jaxsub.results import tagged as tagged_result
 
 MARK = "jaxsub_mark_"
 _MARK = re.compile(MARK + r"(\d+)")
 INFINITE = 2**30
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
+MOST_VALUES = 10
+"""Up to so many values every subset is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,17 @@ def run_function(
     active = tuple(v for v in returns if graph.values[v].is_differentiated)
     rest = tuple(v for v in returns if not graph.values[v].is_differentiated)
     wanted = frozenset(saved) or frozenset(range(len(made)))
-    tagged = {graph.values[made.start + o].producer for o in wanted} if tag else set()
-    ends = [i + 1 for i in range(start, stop) if i in tagged or i == stop - 1]
-    slices = [_slice(program, a, b) for a, b in zip([start, *ends], ends, strict=False)]
+    ends_at = {graph.values[made.start + o].producer for o in wanted} if tag else set()
+    alone = {i for i in ends_at if i is not None and is_known_by_result(program.eqns[i])}
+    ends = [i + 1 for i in range(start, stop) if i in ends_at or i + 1 in alone or i == stop - 1]
+    slices = [(*_slice(program, a, b), b - 1) for a, b in zip([start, *ends], ends, strict=False)]
 
     def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         env = dict(zip(reads, inputs, strict=True))
-        for jaxpr, ins, outs in slices:
+        for jaxpr, ins, outs, end in slices:
+            if tag and end in alone:
+                env[outs[0]] = tagged_result(program.eqns[end], env[ins[0]], tag, outs[0] - made.start)
+                continue
             results = jax.core.eval_jaxpr(jaxpr, (), *[env[v] for v in ins])
             for v, result in zip(outs, results, strict=True):
                 env[v] = tag(result, v - made.start) if tag and v - made.start in wanted else result
@@ -193,6 +203,25 @@ def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...
     return _pareto(cut, least_gain)
 
 
+def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
+    """Find more of what a small run may save: what lies between the choices that prices find, off their convex hull.
+
+    Args:
+        traced: The run.
+        found: What `choices` finds. Of what these save every subset is looked at, if that is at most ten values.
+        least_gain: As in `choices`.
+
+    Returns:
+        Pareto-optimal choices, the one that saves nothing first.
+    """
+    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
+    values = sorted({offset for choice in found for offset in choice.saved})
+    if not 1 < len(values) <= MOST_VALUES:
+        return tuple(found)
+    every = (subset for n in range(1, len(values) + 1) for subset in combinations(values, n))
+    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, least_gain)
+
+
 def mark(x: Any, offset: int) -> Any:
     """Mark a value so that it is found again in a jaxpr: a barrier in a named scope, the same in every JAX version."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, np.complexfloating):
@@ -215,8 +244,8 @@ def _slice(program: Program, start: int, stop: int) -> tuple[Any, tuple[int, ...
     made = program.graph.made_by(start, stop)
     reads = tuple(dict.fromkeys(v for n in program.graph.nodes[start:stop] for v in n.inputs if v < made.start))
     outs = tuple(made)
-    jaxpr = compat.make_jaxpr_of(program.eqns[start:stop], _variables(program, reads), _variables(program, outs),
-                                 program.traced)  # fmt: skip
+    eqns = without_scatter(program.eqns[start:stop])
+    jaxpr = compat.make_jaxpr_of(eqns, _variables(program, reads), _variables(program, outs), program.traced)
     return jaxpr, reads, outs
 
 
@@ -231,12 +260,16 @@ class _Cut:
     names: dict[int, int]  # vertex of a marked value -> offset
     producers: dict[int, int]  # vertex of a value -> vertex of its equation
     bytes: dict[int, int]  # vertex of a value -> bytes
+    made: list[list[int]]  # by equation: vertices of the values it makes
+    read: list[list[int]]  # by equation: vertices of the values it reads, inputs of the run left out
 
     @classmethod
     def of(cls, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], free: frozenset[int]) -> _Cut:
         vertex: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         names, producers, sizes = {}, {}, {}
+        made: list[list[int]] = []
+        read: list[list[int]] = []
         given = set(invars)
         for e, eqn in enumerate(eqns):
             offset = mark_of(eqn)
@@ -249,12 +282,15 @@ class _Cut:
                     names[v] = offset
                     sizes[v] = 0 if offset in free else sizes[v]
                     edges.append((v, 2 + e, max(sizes[v], 1)))
-            edges += [(2 + e, vertex[a], -1) for a in eqn.invars if compat.is_var(a) and a not in given]
+            made.append([vertex[v] for v in eqn.outvars])
+            read.append([vertex[a] for a in eqn.invars if compat.is_var(a) and a not in given])
+            edges += [(2 + e, v, -1) for v in read[-1]]
         edges += [(0, vertex[a], -1) for a in set(filter(compat.is_var, outvars)) if a not in given]
         heads, tails, capacities = (
             (np.array(x, dtype=np.int64) for x in zip(*edges, strict=True)) if edges else (np.zeros(0, np.int64),) * 3
         )
-        return cls(heads, tails, capacities, np.array([flops_of(e).weighted for e in eqns]), names, producers, sizes)
+        return cls(heads, tails, capacities, np.array([flops_of(e).weighted for e in eqns]), names, producers, sizes,
+                   made, read)  # fmt: skip
 
     def solve(self, price: float) -> Choice:
         """The cheapest choice when a FLOP costs `price` bytes."""
@@ -281,6 +317,17 @@ class _Cut:
             float(self.flops[again].sum()),
         )
 
+    def choice(self, saved: frozenset[int]) -> Choice:
+        """The choice of saving these values."""
+        wanted, again = set(self.tails[self.heads == 0].tolist()), 0.0
+        bound = {v for v, offset in self.names.items() if offset in saved}
+        for e in reversed(range(len(self.flops))):
+            if not any(v in wanted and v not in bound for v in self.made[e]):
+                continue
+            again += float(self.flops[e])
+            wanted.update(self.read[e])
+        return Choice(tuple(sorted(saved)), sum(self.bytes[v] for v in bound), again)
+
 
 def mark_of(eqn: Any) -> int | None:
     """The offset of the value that an equation marks, or `None`."""
@@ -292,12 +339,16 @@ def mark_of(eqn: Any) -> int | None:
 
 def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
     """Keep of the lower convex hull what gains enough over the choice before it."""
-    least_gain = max(least_gain * float(cut.flops.sum()), 1e-9)
-    everything = Choice((), 0, float(cut.flops.sum()))
-    if not cut.names or cut.flops.sum() == 0:
-        return (everything,)
-    kept = [everything]
-    for choice in sorted(_hull(cut, least_gain / 4), key=lambda c: (c.saved_bytes, c.recompute_flops)):
+    total = float(cut.flops.sum())
+    if not cut.names or total == 0:
+        return (cut.choice(frozenset()),)
+    return _thinned(cut, _hull(cut, max(least_gain * total, 1e-9) / 4), least_gain)
+
+
+def _thinned(cut: _Cut, found: Iterable[Choice], least_gain: float) -> tuple[Choice, ...]:
+    """The choices that gain enough over the ones before them, the one that saves nothing first."""
+    kept, least_gain = [cut.choice(frozenset())], max(least_gain * float(cut.flops.sum()), 1e-9)
+    for choice in sorted(found, key=lambda c: (c.saved_bytes, c.recompute_flops, c.saved)):
         if kept[-1].recompute_flops - choice.recompute_flops >= least_gain:
             if choice.saved_bytes == kept[-1].saved_bytes and len(kept) > 1:
                 kept.pop()

@@ -10,6 +10,7 @@ by what the compiler said of their stages, until a planner uses them; `Pricer.re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,13 @@ from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
 from jaxsub.hosting import gradient_sizes, saved_sizes
 from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
-from jaxsub.options import Choice, TracedRun, choices, trace_run
+from jaxsub.options import Choice, TracedRun, choices, finer, trace_run
 from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
 from jaxsub.spread import scaled
-from jaxsub.stages import block_ends, find_crossings, kind_of, spans_of
+from jaxsub.stages import FEW_STAGES, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 from jaxsub.ways import Conditional, Loop, Way, is_like, walk
@@ -104,7 +105,8 @@ class Pricer:
         stages = tuple(self._stage(start, stop, spent.get((start, stop), ())) for start, stop in runs)
         spans = spans_of(cuts, ends, sizes)
         wanted = dict.fromkeys((*self._worth(spans, cuts), *blocks))
-        items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b])) for a, b in wanted]
+        items = [Item(a, b, self._options(cuts[a], cuts[b], stages[a:b], is_fine=len(runs) <= FEW_STAGES))
+                 for a, b in wanted]  # fmt: skip
         items += [
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
         ]
@@ -152,12 +154,10 @@ class Pricer:
             yield from (("loop", *run, replace(w.loop, node=0)) for w in (*least, cheapest))
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """Single stages, and longer regions of kinds that occur more than once: the others are not worth a trace."""
-        count: dict[Kind, int] = {}
-        for a, b in spans:
-            kind = self._kind(cuts[a], cuts[b])
-            count[kind] = count.get(kind, 0) + 1
-        worth = [(a, b) for a, b in spans if b == a + 1 or count[self._kind(cuts[a], cuts[b])] > 1]
+        """Single stages, and longer regions of kinds that occur more than once, or of few stages: worth a trace."""
+        count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
+        is_short = len(cuts) - 1 <= FEW_STAGES
+        worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
         return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
 
     def _is_pinned(self, start: int, stop: int) -> bool:
@@ -261,10 +261,10 @@ class Pricer:
         traced, found = self._run(start, stop)
         return scale * self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
 
-    def _options(self, start: int, stop: int, stages: Sequence[Stage]) -> tuple[Option, ...]:
-        found = self._run(start, stop)[1]
-        scale = 1.0
-        if self.is_compiled and len(stages) > 1:
+    def _options(self, start: int, stop: int, stages: Sequence[Stage], is_fine: bool) -> tuple[Option, ...]:
+        traced, found = self._run(start, stop)
+        found, scale = finer(traced, found) if is_fine else found, 1.0
+        if self.is_compiled:
             scale = max(self._scale(s.start, s.stop) for s in stages)
         hoisted = sum(self._hoisted_bytes(s.start, s.stop) for s in stages)
         options = []

@@ -29,7 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsub import compat
 from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
+from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
+from jaxsub.results import is_known_by_result, tagged
 from jaxsub.ways import Segment, walk
 
 Env = dict[int, Any]
@@ -77,6 +79,7 @@ class _Emitter:
     last_use: tuple[int, ...] = field(init=False)
     weights: frozenset[int] = field(init=False)
     shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
+    eqns: Sequence[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.variables = [*self.program.invars, *(v for eqn in self.program.eqns for v in eqn.outvars)]
@@ -84,7 +87,8 @@ class _Emitter:
         self.weights = self.program.graph.weights()
 
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
-        graph = self.program.graph
+        graph, eqns = self.program.graph, self.program.eqns
+        self.eqns = without_scatter(eqns) if segments or self.barriers else eqns
         steps, _ = self.steps(0, len(graph.nodes), segments, scope)
         index = {v: i for i, v in enumerate(self.variables)}
         outputs = [index[a] if compat.is_var(a) else a for a in self.program.outvars]
@@ -134,7 +138,7 @@ class _Emitter:
 
     def _evaluate(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> Step:
         jaxpr = compat.make_jaxpr_of(
-            self.program.eqns[piece.start : piece.stop],
+            self.eqns[piece.start : piece.stop],
             [self.variables[v] for v in reads],
             [self.variables[v] for v in returns],
             self.program.traced,
@@ -189,15 +193,28 @@ class _Emitter:
         producers = sorted({self.program.graph.values[v].producer or 0 for v in saved})
         at = piece.start
         for producer in producers:
-            run = range(at, producer + 1)
+            is_alone = is_known_by_result(self.program.eqns[producer])
+            run = range(at, producer + (not is_alone))
             # what the slice returns is judged by uses after it, within or beyond the region
-            steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
-            steps.append(_name([v for v in saved if self.program.graph.values[v].producer == producer], first))
+            steps += [self._evaluate(run, self._reads(run), self._returns(run))] if run else []
+            if is_alone:
+                steps.append(self._tagged(producer, first))
+            else:
+                steps.append(_name([v for v in saved if self.program.graph.values[v].producer == producer], first))
             at = producer + 1
         if at < piece.stop:
             run = range(at, piece.stop)
             steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
         return steps
+
+    def _tagged(self, node: int, first: int) -> Step:
+        eqn, (v,) = self.program.eqns[node], self.program.graph.nodes[node].outputs
+        source = self.program.graph.nodes[node].inputs[0]
+
+        def step(env: Env) -> None:
+            env[v] = tagged(eqn, env[source], _named, v - first)
+
+        return step
 
     def _key(self, segment: Segment, reads: Sequence[int], returns: Sequence[int]) -> Any:
         """What makes two segments the same function: equations, wiring, what is returned, saved, nested and fenced."""
@@ -268,9 +285,13 @@ def _barrier(values: Sequence[int]) -> Step:
 
 def _name(values: Sequence[int], first: int) -> Step:
     def step(env: Env) -> None:
-        env.update((v, checkpoint_name(env[v], f"jaxsub_{v - first}")) for v in values)
+        env.update((v, _named(env[v], v - first)) for v in values)
 
     return step
+
+
+def _named(x: Any, offset: int) -> Any:
+    return checkpoint_name(x, f"jaxsub_{offset}")
 
 
 def _call(region: _Region, scope: str) -> Step:

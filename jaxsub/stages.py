@@ -29,6 +29,9 @@ REGION_EQUATIONS = 500
 """Most equations in a region of several stages where stages were merged for being too many: each is several blocks,
 whose own cut is nearly as good, and to trace gradients of more is what planning would spend its time on."""
 
+FEW_STAGES = 8
+"""Up to so many stages every run of them may stand as one region, and is looked at more closely."""
+
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
 
@@ -95,6 +98,7 @@ def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> 
         sizes: How many stages, or blocks, those of several have.
     """
     n = len(cuts) - 1
+    sizes = range(2, n) if sizes and n <= FEW_STAGES else sizes
     spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
     spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
     if n >= MAX_STAGES:

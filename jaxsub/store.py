@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import diskcache
 import platformdirs
 
-SCHEMA = 1  # raise it when the meaning of a stored figure changes
+SCHEMA = 2  # raise it when the meaning of a stored figure changes
 SIZE_LIMIT_BYTES = 64 * 2**20  # some 100,000 figures; the least recently stored go first
 TIMEOUT_SECONDS = 10.0  # how long to wait for another process's write
 MAX_FILES = 16  # how many unreadable files to pass over before keeping values in memory

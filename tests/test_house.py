@@ -24,6 +24,8 @@ JAX_WING = (
     "flops",
     "program",
     "stages",
+    "pooling",
+    "results",
     "options",
     "analytic",
     "seconds",

@@ -310,7 +310,8 @@ def random_dag(seed: int):
 def over_milp(chain: Chain, seconds: float) -> list[float]:
     """By what share `optimal` executes more again than the cheapest schedule found, at 5 budgets.
 
-    What outputs host is left out of both: for schedules only the most that it could be is known.
+    What outputs host is left out of both: for schedules only the most that it could be is known. Less than a thousandth
+    of a forward pass is no difference.
     """
     chain = replace(chain, stages=tuple(replace(s, gradient_sizes=()) for s in chain.stages))
     solution, over = solve(chain), []
@@ -319,30 +320,52 @@ def over_milp(chain: Chain, seconds: float) -> list[float]:
         budget_bytes = int(least + share * (plain - least))
         flops = predict(chain, solution.runs(budget_bytes)).extra_flops
         found = Schedules(chain, budget_bytes).solve(most=flops * (1 - 1e-6), seconds=seconds) if flops else None
-        over.append(flops / min(flops, found.flops) - 1 if found is not None else 0.0)
+        best = min(flops, found.flops) if found is not None else flops
+        over.append(flops / best - 1 if flops - best > 1e-3 * chain.forward_flops else 0.0)
     return over
 
 
 def near(over: list[float]) -> None:
-    """Mostly equal, and seldom 5 % apart: where a region of several stages would do that is not offered."""
+    """Mostly equal, and never 5 % apart."""
     assert statistics.median(over) < 1e-6
-    assert sum(share > 0.05 for share in over) <= 0.15 * len(over)
+    assert max(over) <= 0.05
+
+
+BLOCKS = [
+    ("lstm", dict(layers=1, steps=2)), ("resnet", dict(depths=(1,))), ("gpt", dict(layers=1)),
+    ("chain", dict(layers=2)), ("mlp", dict(layers=2)), ("vit", dict(layers=1)), ("unet", dict(levels=2)),
+    ("resnet", dict(depths=(1, 1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(*block, marks=[pytest.mark.exhaustive] * (i > 2), id=f"{i}-{block[0]}")
+     for i, block in enumerate(BLOCKS)],
+)  # fmt: skip
+def test_optimal_is_near_every_schedule_of_a_block(name, size):
+    """On a network's distinct blocks, cut coarsely and finely, no schedule executes 5 % less again than `optimal`."""
+    model = zoo.BY_NAME[name]
+    loss, init = model.build(**{**model.toy_size, **size})
+    program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {})
+    for cuts in cut_choices(program):
+        near(over_milp(Pricer(program, get_target(None), is_compiled=False).chain(cuts), seconds=10))
 
 
 def test_optimal_is_near_every_schedule():
-    """On networks, and on random ones with skips, few schedules execute 5 % less again than `optimal`."""
-    networks = [network(zoo.BY_NAME[name]) for name in ("chain", "vit")]
-    dags = [chain_of(*random_dag(seed)) for seed in range(4)]
-    near([share for chain in (*networks, *dags) for share in over_milp(chain, seconds=5)])
-
-
-@pytest.mark.exhaustive
-def test_optimal_is_near_every_schedule_on_all_networks():
-    """The same on all of the zoo, at 5 budgets each."""
-    near([share for model in zoo.MODELS for share in over_milp(network(model), seconds=10)])
+    """On random networks with skips no schedule executes 5 % less again than `optimal`."""
+    near([share for seed in range(4) for share in over_milp(chain_of(*random_dag(seed)), seconds=5)])
 
 
 @pytest.mark.exhaustive
 def test_optimal_is_near_every_schedule_on_fifty_dags():
     """The same on 50 random networks with skips, at 5 budgets each."""
     near([share for seed in range(50) for share in over_milp(chain_of(*random_dag(seed)), seconds=20)])
+
+
+@pytest.mark.exhaustive
+def test_optimal_is_mostly_near_every_schedule_on_whole_networks():
+    """On whole networks of the zoo, toys too: seldom a schedule that is no regions in each other does 5 % better."""
+    over = [share for model in zoo.MODELS for share in over_milp(network(model), seconds=5)]
+    assert statistics.median(over) < 1e-6
+    assert sum(share > 0.05 for share in over) <= 0.06 * len(over)

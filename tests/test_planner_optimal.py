@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +73,50 @@ def test_machine_refuses_a_step_without_its_input():
 def test_optimal_equals_brute_force(chain):
     """The frontier is that of all plans, byte for byte and FLOP for FLOP."""
     assert [f[:2] for f in solve(chain).frontier(10**6)] == pareto(points(chain))
+
+
+def hosting(seed: int, n: int) -> Chain:
+    """A random chain whose outputs have places for what is stored."""
+    rng = random.Random(seed)
+    chain = random_chain(rng.randint, n)
+
+    def sizes(n_bytes: int) -> tuple[int, ...]:
+        return (n_bytes,) if n_bytes else ()
+
+    def places() -> tuple[int, ...]:
+        return tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 2)))
+
+    stages = (replace(s, keep_sizes=sizes(s.keep_bytes), gradient_sizes=places()) for s in chain.stages)
+    items = (replace(i, options=tuple(replace(o, saved_sizes=sizes(o.saved_bytes)) for o in i.options))
+             for i in chain.items)  # fmt: skip
+    crossings = (replace(c, sizes=sizes(c.n_bytes)) for c in chain.crossings)
+    return replace(chain, stages=tuple(stages), items=tuple(items), crossings=tuple(crossings))
+
+
+def holds_where_outputs_host(chain: Chain) -> None:
+    """At every budget no plan that fits is cheaper, and what is refused nothing fits."""
+    found = points(chain)
+    solution = solve(chain)
+    for budget_bytes in {n_bytes for n_bytes, _ in found}:
+        least = min(flops for n_bytes, flops in found if n_bytes <= budget_bytes)
+        assert extra_flops(chain, solution.runs(budget_bytes)) == least
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        solution.runs(min(n_bytes for n_bytes, _ in found) - 1)
+    assert refusal.value.least_bytes == min(n_bytes for n_bytes, _ in found)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_optimal_equals_brute_force_where_outputs_host(seed, n):
+    """What outputs host depends on the whole plan: the cheapest is found, and nothing refused that fits."""
+    holds_where_outputs_host(hosting(seed, n))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("seed", "n"), [(seed, n) for n in (6, 7) for seed in range(10)])
+def test_longer_chains_equal_brute_force_where_outputs_host(seed, n):
+    """The same on chains of six and seven stages."""
+    holds_where_outputs_host(hosting(seed, n))
 
 
 @given(chains())

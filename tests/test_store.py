@@ -15,7 +15,7 @@ KEY = key_of("a stage", "cpu")
 
 
 def first_file(directory, number=0):
-    return directory / f"figures-1-{number}" / "cache.db"
+    return directory / f"figures-2-{number}" / "cache.db"
 
 
 def filled(directory, value=7):
@@ -61,7 +61,7 @@ def test_the_argument_says_where(tmp_path):
 
 def test_keys_tell_apart_what_differs():
     """Each part, their division and the schema make another key."""
-    keys = [key_of("ab", "c"), key_of("a", "bc"), key_of("ab", "c", "d"), key_of("ab", "c", schema=2)]
+    keys = [key_of("ab", "c"), key_of("a", "bc"), key_of("ab", "c", "d"), key_of("ab", "c", schema=3)]
     assert len(set(keys)) == 4
     assert key_of("ab", "c") == keys[0]
 

@@ -27,6 +27,7 @@ from jaxsub.chain import Chain, Prediction, Run, extra_flops, predict
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.fit import infeasible
 from jaxsub.planners.held import Answer
+from jaxsub.planners.places import MOST_STAGES, Search, most_hosted
 from jaxsub.planners.tables import Tables, depth, tables_of
 
 HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
@@ -38,6 +39,7 @@ BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this
 KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
+CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 
 
@@ -67,16 +69,19 @@ class Solution:
         Raises:
             InfeasibleBudgetError: If not even `least` fits.
         """
-        rung = self._rung(budget_bytes)
-        rungs = {rung, rung + 1} if budget_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
         plain = self.chain.plain()
         found = [(plain, predict(self.chain, plain))]
-        for useful in sorted({self._useful(k) for k in rungs}):
-            steps = self._steps(useful, budget_bytes * HEADROOM)
+        reach = budget_bytes + most_hosted(self.chain)
+        for useful in sorted(
+            {self._useful(rung) for n_bytes in {budget_bytes, reach} for rung in self._rungs(n_bytes)}
+        ):
+            steps = self._steps(useful, reach * HEADROOM)
             found += [next((step for step in steps if step[1].temp_bytes <= budget_bytes), found[0])]
         found = [f for f in found if f[1].temp_bytes <= budget_bytes]
-        if found:
-            return min(found, key=lambda f: (f[1].extra_flops, f[1].temp_bytes))[0]
+        found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
+        better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
+        if better is not None or found:
+            return better or found[0][0]
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
@@ -121,6 +126,19 @@ class Solution:
                 best.append(plan)
         return tuple(best)
 
+    def _rungs(self, n_bytes: int) -> set[int]:
+        """The scales that are asked for a budget."""
+        rung = self._rung(n_bytes)
+        return {rung, rung + 1} if n_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
+
+    def _searched(self, budget_bytes: int, most_flops: float) -> tuple[Run, ...] | None:
+        """Runs that fit because outputs host what they store, and execute less again than `most_flops`."""
+        hosted = most_hosted(self.chain)
+        if not hosted or len(self.chain.stages) > MOST_STAGES:
+            return None
+        tables = self._tables(self._useful(self._rung(budget_bytes + hosted)))
+        return Search(self.chain, tables, budget_bytes, self.max_depth, most_flops).run()
+
     def _rung(self, n_bytes: float) -> int:
         """The finest scale that holds so many bytes."""
         return max(0, math.floor(math.log(max(n_bytes, 1) / self.max_bytes, RUNG) + 1e-9))
@@ -162,10 +180,20 @@ class Solution:
                 return
 
     def _least(self, most_flops: float) -> tuple[Run, ...]:
+        runs = self._least_unhosted(most_flops)
+        low, high = 0, predict(self.chain, runs).temp_bytes
+        while high - low > max(1, CLOSE * high):
+            budget_bytes = (low + high) // 2
+            found = self._searched(budget_bytes, most_flops * (1 + 2 * FLOPS_ROUNDING))
+            low, high = (budget_bytes, high) if found is None else (low, predict(self.chain, found).temp_bytes)
+            runs = found or runs
+        return runs
+
+    def _least_unhosted(self, most_flops: float) -> tuple[Run, ...]:
         plain = self.chain.plain()
         best = (predict(self.chain, plain).temp_bytes, plain)
         if self.max_bytes < best[0]:
-            return solve(self.chain, best[0], self.slots, self.max_depth)._least(most_flops)
+            return solve(self.chain, best[0], self.slots, self.max_depth)._least_unhosted(most_flops)
         for is_coarse in (True, False):  # coarse tables find the scale, fine ones the runs
             rung = -1
             while rung != (finer := self._useful(self._rung(best[0]))):
@@ -207,7 +235,7 @@ def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_dept
         2
     """
     if max_bytes is None:
-        max_bytes = predict(chain, chain.plain()).temp_bytes
+        max_bytes = predict(chain, chain.plain()).temp_bytes + most_hosted(chain)
     return Solution(chain, max(1, max_bytes), slots, max_depth)
 
 

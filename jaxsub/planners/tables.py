@@ -286,6 +286,10 @@ class Tables:
         """Read the cheapest runs in so many slots back from the tables; there must be some."""
         return tuple(_top_runs(self, slots))
 
+    def nest(self, start: int, stop: int, slots: int) -> Run:
+        """The cheapest nest of stages `start .. stop - 1` in so many slots; there must be one."""
+        return _nest(self, len(self.levels) - 1, start, stop, slots)
+
 
 def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = None) -> Tables:
     """Fill all tables.
