@@ -233,7 +233,8 @@ class Step:
             key = key_of("step", target.name, target.spec or "", repr(options), digest)
             found = stored_measurement(store.get(key))
             if found is None:
-                compiled = lowered.compile() if lowered is not None else cross_compile(jitted, args, target, kwargs)
+                quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
+                compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
                 store.put(key, asdict(found))
         return Attempt(trial, found, jitted, digest)
