@@ -1,5 +1,7 @@
 """NNX: remat under every policy, losses of modules under a plan, and policies put on a model that nobody edits."""
 
+from contextlib import nullcontext
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -165,6 +167,32 @@ def test_variables_made_inside_come_out():
     by_hand(X)
     chex.assert_trees_all_close(by_remat.mean[...], by_hand.mean[...])
     chex.assert_trees_all_close(by_plan.mean[...], by_hand.mean[...])
+
+
+@pytest.mark.parametrize("is_planned", [True, False], ids=["plan", "policies"])
+def test_what_modules_sow_comes_out(is_planned):
+    """nnx.capture in a loss: each module's value once, though regions run it twice."""
+
+    class Sowing(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(DIM, DIM, rngs=nnx.Rngs(i)) for i in range(6)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+                self.sow(nnx.Intermediate, "means", x.mean())
+            return x
+
+    def sowing_loss(model, x):
+        y, sown = nnx.capture(model, nnx.Intermediate)(x)
+        return (y**2).mean(), sown
+
+    wanted = nnx.value_and_grad(sowing_loss, has_aux=True)(Sowing(), X)
+    planned = jaxsub_nnx.sublinear(sowing_loss, planner="chen", verify=False) if is_planned else sowing_loss
+    with nullcontext() if is_planned else policies({"Linear": "save_nothing"}):
+        got = nnx.value_and_grad(planned, has_aux=True)(Sowing(), X)
+    chex.assert_trees_all_close(jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-5, atol=1e-6)
+    assert len(jax.tree.leaves(got[0][1])) == 6
 
 
 def test_remat_inside_scan_and_vmap():
