@@ -39,8 +39,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 SIZES = {
     "toy": "tiny networks of the same architecture",
-    "trained": "the authors' architecture in float32; images of 224 pixels and batches of 8 (ResNet-50), "
-    "8 x 128 words (lm1b), 2 x 256 words (Gemma)",
+    "trained": "the authors' architecture in float32; batches of 4 images of 224 pixels (ResNet-50), "
+    "8 x 128 words (lm1b), 2 x 128 words (Gemma)",
     "full": "the authors' architecture and types; 32 images of 224 pixels a device (ResNet-50), "
     "32 x 128 words (lm1b), 16 x 1024 words (Gemma)",
 }
@@ -147,7 +147,7 @@ def authors_function(file: Path, name: str, **names: Any) -> Callable[..., Any]:
 def imagenet(examples: Path, size: str) -> Case:
     """ResNet-50; its authors run it under `pmap` over the axis `batch`, here that axis has one replica."""
     models = authors(examples, "imagenet", "models")
-    n, pixels, classes = {"full": (32, 224, 1000), "trained": (8, 224, 1000), "toy": (4, 16, 10)}[size]
+    n, pixels, classes = {"full": (32, 224, 1000), "trained": (4, 224, 1000), "toy": (4, 16, 10)}[size]
     model = models.ResNet50(num_classes=classes)
     if size == "toy":
         model = models.ResNet(stage_sizes=[2], block_cls=models.BottleneckResNetBlock, num_classes=10, num_filters=2)
@@ -218,7 +218,7 @@ def lm1b(examples: Path, size: str) -> Case:
 def gemma(examples: Path, size: str) -> Case:
     """Gemma 3 270M with the vocabulary of its configuration here, or a smaller one with its pattern of attention."""
     module = authors(examples, "gemma", "transformer")
-    n, length, vocabulary = {"full": (16, 1024, 35_008), "trained": (2, 256, 35_008), "toy": (2, 16, 32)}[size]
+    n, length, vocabulary = {"full": (16, 1024, 35_008), "trained": (2, 128, 35_008), "toy": (2, 16, 32)}[size]
     changes = {
         "full": dict(dtype=jnp.bfloat16),
         "trained": dict(dtype=jnp.float32),

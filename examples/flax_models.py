@@ -56,15 +56,15 @@ def ways_by_hand(case: Case) -> dict[str, dict[str, Any]]:
 
 def measured(case: Case, loss: Callable[..., Any], steps: int, target: str | None) -> dict[str, Any]:
     """Compile the gradient of a loss, read what it takes, and train with it for some steps."""
-    if target:
+    if not steps:
         found = jaxsub.measure(loss, *case.shapes(), target=target)
         return {"temp_bytes": found.temp_bytes, "flops": found.flops}
     gradient = jaxsub.jit(jax.value_and_grad(loss, has_aux=True)).lower(*case.shapes()).compile()
-    figures = {
+    return {
         "temp_bytes": gradient.memory_analysis().temp_size_in_bytes,
         "flops": (gradient.cost_analysis() or {}).get("flops"),
+        "losses": trained(case, gradient, steps),
     }
-    return figures | ({"losses": trained(case, gradient, steps)} if steps else {})
 
 
 def trained(case: Case, gradient: Callable[..., Any], steps: int) -> list[float]:
