@@ -37,6 +37,15 @@ from records import MIB, Cell, Measured, fill, load
 POLICIES = jax.checkpoint_policies
 RESULTS = Path(__file__).parent / "results" / "flax"
 STEPS = {"toy": 3, "trained": 20, "full": 0}
+COMMANDS = {"toy": "--toy", "trained": "", "full": "--full"}
+HEADER = """# Flax's own example models under budgets
+
+`python examples/flax_models.py --table > examples/results/flax/README.md` makes this page of the JSON files here; the
+command above each table measured them. MiB are what the compiler allocates for value and gradient beside arguments and
+outputs; FLOPs are those it counts. A row of jaxsub stands at the memory of a row by hand, or says the least it knows.
+Losses are those of the first and the last of 20 steps, on one random batch; `apart` is the largest relative difference
+from the plain ones in any step.
+"""
 WAYS_BY_HAND = {"toy": 0, "trained": 1, "full": 7}
 
 
@@ -164,7 +173,9 @@ def table(place: str, rows: Mapping[tuple[int, str], Mapping[str, Any]]) -> Iter
     size, device = place.split("/")
     first = next(iter(rows.values()))
     versions = ", ".join(f"{name} {number}" for name, number in (*first["versions"].items(), ("flax", first["flax"])))
-    yield f"\n**{size.capitalize()}**, compiled for {device}: {SIZES[size]}. {versions}; {first['machine']}.\n"
+    command = " ".join(["python examples/flax_models.py", COMMANDS[size]]).strip()
+    command += "" if device == jax.default_backend() else f" --target {device}"
+    yield f"\n`{command}`: {SIZES[size]}; compiled for {device}. {versions}; {first['machine']}.\n"
     yield "| model | way | MiB | of plain | FLOPs of plain | losses |"
     yield "|---|---|---|---|---|---|"
     for i in dict.fromkeys(i for i, _ in rows):
@@ -220,7 +231,7 @@ def main() -> None:
     if chosen.target and not chosen.full:
         parser.error("--target is for --full: only what is compiled for the device in use can be trained")
     if chosen.table:
-        print("\n".join(tables([load(chosen.out / f"{model}.json") for model in chosen.only])))
+        print(HEADER + "\n".join(tables([load(chosen.out / f"{model}.json") for model in chosen.only])))
         return
     jax.config.update("jax_disable_most_optimizations", chosen.toy)  # it is compiled for longer than it runs
     examples = examples_folder(chosen.flax_examples)
