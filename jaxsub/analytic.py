@@ -20,7 +20,9 @@ from itertools import accumulate
 from typing import Any
 
 from jaxsub import compat
+from jaxsub.chain import Stage
 from jaxsub.flops import bodies_of, is_costly
+from jaxsub.graph import Graph
 from jaxsub.options import TracedRun, mark_of
 from jaxsub.program import aval_bytes
 
@@ -51,6 +53,14 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int]) -> int:
     gradients = [v for v, i in made if traced.weights[i] and i not in traced.function.joined]
     return Lives((*again, *traced.backward), (*stored, *cotangents), outputs, gradients, alias,
                  is_slow_stored=True).peak()  # fmt: skip
+
+
+def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float) -> Stage:
+    """A stage that runs once: it is taken to keep all it makes and to allocate as much again."""
+    made, flops = graph.made_by(start, stop), sum(n.flops for n in graph.nodes[start:stop])
+    size = sum(graph.values[v].n_bytes for v in made)
+    return Stage(start, stop, kind, flops, flops, size, size, size, size, size, made.start,
+                 forward_seconds=seconds, tail_seconds=seconds)  # fmt: skip
 
 
 def forward_bytes(traced: TracedRun) -> int:

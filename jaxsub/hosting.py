@@ -14,6 +14,7 @@ backward pass allocates for itself may find such a place too: that is left out, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -43,14 +44,17 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
         >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])
         ((5, 0), (0, 0), (0, 0))
     """
-    places = sorted((size, stage) for stage, s in enumerate(chain.stages) for size in s.gradient_sizes)
-    totals = [[0, 0] for _ in runs]
+    places: dict[int, deque[int]] = {}
+    for stage, s in enumerate(chain.stages):
+        for size in s.gradient_sizes:
+            places.setdefault(size, deque()).append(stage)
+    sizes, totals = sorted(places), [[0, 0] for _ in runs]
     if places:
         for size, run, last, crosses in sorted(_pieces(chain, runs), key=lambda p: (-p[0], p[1], p[3])):
-            first = bisect_left(places, (size, -1))
-            found = next((i for i in range(first, len(places)) if places[i][1] <= last), None)
+            larger = (places[s] for s in sizes[bisect_left(sizes, size) :])
+            found = next((stages for stages in larger if stages and stages[0] <= last), None)
             if found is not None:
-                places.pop(found)
+                found.popleft()
                 totals[run][0 if crosses else 1] += size
     return tuple((crossing, kept) for crossing, kept in totals)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxsub import compat
 from jaxsub.flops import flops_of
+from jaxsub.graph import Graph
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program, aval_bytes, flatten_jaxpr, live_eqns
 from jaxsub.results import is_known_by_result
@@ -159,9 +160,9 @@ class TracedRun:
     returned: tuple[Any, ...]
 
 
-def trace_run(program: Program, start: int, stop: int) -> TracedRun:
-    """Trace a run of nodes and its backward pass, every value it makes marked."""
-    function = run_function(program, start, stop, tag=mark)
+def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
+    """Trace a run of nodes and its backward pass, values it makes marked: those at some offsets, or all when empty."""
+    function = run_function(program, start, stop, tag=mark, saved=marked)
     trees: list[Any] = []
 
     def residuals_of(*inputs: Any) -> Any:
@@ -182,6 +183,31 @@ def trace_run(program: Program, start: int, stop: int) -> TracedRun:
     weights = tuple(program.graph.values[v].producer is None for v in function.reads)
     return TracedRun(function, tuple(live_eqns(eqns, results)), tuple(inputs), tuple(residuals), tuple(back_eqns),
                      tuple(back_inputs), tuple(back_outputs), free, weights, tuple(results[n_residuals:]))  # fmt: skip
+
+
+def worth_marking(
+    graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
+) -> tuple[int, ...]:
+    """Offsets of the values of several stages that one of them saves or returns; of a single stage none are named.
+
+    To trace a gradient takes as long again with every value marked, and what no stage by itself would save, several
+    together hardly would.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The first stage's first node.
+        stop: The node after the last stage's last.
+        found: The choices of a stage, by its first node and the node after its last.
+    """
+    ends = [cut for cut in cuts if start <= cut <= stop]
+    if len(ends) < 3 or (ends[0], ends[-1]) != (start, stop):
+        return ()
+    first, last, marked = graph.first_value(start), graph.last_uses(), set[int]()
+    for a, b in pairwise(ends):
+        marked.update(graph.first_value(a) - first + offset for choice in found(a, b) for offset in choice.saved)
+        marked.update(v - first for v in graph.made_by(a, b) if last[v] >= b)
+    return tuple(sorted(marked))
 
 
 def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeStruct]:

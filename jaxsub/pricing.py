@@ -22,13 +22,13 @@ from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
 from jaxsub.hosting import gradient_sizes, saved_sizes
 from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
-from jaxsub.options import Choice, TracedRun, choices, finer, trace_run
+from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_marking
 from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
 from jaxsub.spread import scaled
-from jaxsub.stages import FEW_STAGES, block_ends, find_crossings, kind_of, spans_of
+from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 from jaxsub.ways import Conditional, Loop, Way, is_like, walk
@@ -80,6 +80,7 @@ class Pricer:
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
+    _cuts: tuple[int, ...] = field(init=False, default=())
     _loops: frozenset[int] = field(init=False)
     _clock: Clock = field(init=False)
 
@@ -97,7 +98,7 @@ class Pricer:
         Returns:
             The chain, for planners.
         """
-        runs = list(pairwise(cuts))
+        runs, self._cuts = list(pairwise(cuts)), tuple(cuts)
         ends = block_ends(self.program.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
         self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks])
@@ -172,7 +173,9 @@ class Pricer:
     def _run(self, start: int, stop: int) -> tuple[TracedRun, tuple[Choice, ...]]:
         kind = self._kind(start, stop)
         if kind not in self._traced:
-            traced = trace_run(self.program, start, stop)
+            cuts = self._cuts if len(self.program.eqns) > MANY_EQUATIONS else ()
+            marked = worth_marking(self.program.graph, cuts, start, stop, lambda a, b: self._run(a, b)[1])
+            traced = trace_run(self.program, start, stop, marked)
             self._traced[kind] = (traced, choices(traced))
         return self._traced[kind]
 
@@ -209,7 +212,8 @@ class Pricer:
         nodes = graph.nodes[start:stop]
         is_last = stop == len(graph.nodes)
         if self._is_pinned(start, stop):
-            return self._pinned(start, stop)
+            seconds = eqns_seconds(self.program.eqns[start:stop], (), self.program.eqns[stop - 1].outvars, self.target)
+            return analytic.pinned_stage(graph, start, stop, hash(self._kind(start, stop)), seconds)
         tail = self._run(start, stop)[1][0].recompute_flops
         transient = self._bytes("last" if is_last else "backward", start, stop, ())
         keep = self._bytes("last" if is_last else "keep", start, stop, ())
@@ -239,17 +243,6 @@ class Pricer:
             held = self._bytes("last" if is_last else "held", start, stop, spent_inputs)
             size = min(size, max(0, size + keep - held))
         return min(size, keep)
-
-    def _pinned(self, start: int, stop: int) -> Stage:
-        """A stage that runs once: it is taken to keep all it makes and to allocate as much again."""
-        graph = self.program.graph
-        made, flops = graph.made_by(start, stop), sum(n.flops for n in graph.nodes[start:stop])
-        size = sum(graph.values[v].n_bytes for v in made)
-        spent = eqns_seconds(self.program.eqns[start:stop], (), self.program.eqns[stop - 1].outvars, self.target)
-        return Stage(
-            start, stop, hash(self._kind(start, stop)), flops, flops, size, size, size, size, 0, size, made.start,
-            forward_seconds=spent, tail_seconds=spent,
-        )  # fmt: skip
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
         """How long the passes of a stage take."""

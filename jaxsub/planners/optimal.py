@@ -39,6 +39,7 @@ BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this
 KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
+STRIDE = 8  # steps of the tables are looked at first where outputs may host much
 CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 
@@ -75,8 +76,7 @@ class Solution:
         for useful in sorted(
             {self._useful(rung) for n_bytes in {budget_bytes, reach} for rung in self._rungs(n_bytes)}
         ):
-            steps = self._steps(useful, reach * HEADROOM)
-            found += [next((step for step in steps if step[1].temp_bytes <= budget_bytes), found[0])]
+            found += self._cheapest(useful, budget_bytes, reach)
         found = [f for f in found if f[1].temp_bytes <= budget_bytes]
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
@@ -116,7 +116,7 @@ class Solution:
             if rung == self._useful(rung):
                 # what lies below is left to the next scale, three rungs on
                 below = 0 if self._useful(rung + 3) == rung else self._most_bytes(rung + 3)
-                plans += [runs for runs, _ in self._steps(rung, math.inf, points, max(lowest, below) * (2 - HEADROOM))]
+                plans += [runs for runs, *_ in self._steps(rung, math.inf, points, max(lowest, below) * (2 - HEADROOM))]
         found = sorted(
             ((p.temp_bytes, p.extra_flops, r) for r in plans for p in [predict(self.chain, r)]), key=lambda f: f[:2]
         )
@@ -130,6 +130,22 @@ class Solution:
         """The scales that are asked for a budget."""
         rung = self._rung(n_bytes)
         return {rung, rung + 1} if n_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
+
+    def _cheapest(self, rung: int, budget_bytes: int, reach: int) -> list[tuple[tuple[Run, ...], Prediction]]:
+        """The cheapest runs of one scale that are predicted to fit, in a list; none where none do.
+
+        Where outputs may host much, many steps lie between the budget and `reach`: every eighth is looked at, at fixed
+        places, then those above the first that fits.
+        """
+        above = reach * HEADROOM
+        for stride in (1,) if reach == budget_bytes else (STRIDE, 1):
+            for runs, prediction, n_bytes in self._steps(rung, above, stride=stride):
+                if prediction.temp_bytes <= budget_bytes:
+                    if stride == 1:
+                        return [(runs, prediction)]
+                    break
+                above = n_bytes if stride > 1 else above
+        return []
 
     def _searched(self, budget_bytes: int, most_flops: float) -> tuple[Run, ...] | None:
         """Runs that fit because outputs host what they store, and execute less again than `most_flops`."""
@@ -164,18 +180,19 @@ class Solution:
         return self._filled[key]
 
     def _steps(
-        self, rung: int, most_bytes: float, points: int | None = None, least_bytes: float = 0
-    ) -> Iterator[tuple[tuple[Run, ...], Prediction]]:
-        """Yield runs and predictions for falling memory, nested no deeper than allowed."""
+        self, rung: int, most_bytes: float, points: int | None = None, least_bytes: float = 0, stride: int = 1
+    ) -> Iterator[tuple[tuple[Run, ...], Prediction, float]]:
+        """Yield runs, predictions and memory for falling memory, nested no deeper than allowed."""
         for is_bounded in (False, True):
             tables = self._tables(rung, is_bounded)
-            steps = [m for m in map(int, tables.steps(most_bytes)[::-1]) if m * tables.unit_bytes >= least_bytes]
+            every = (int(m) for m in tables.steps(math.inf)[::stride][::-1])
+            steps = [m for m in every if least_bytes <= m * tables.unit_bytes <= most_bytes]
             for slots in steps[:: max(1, len(steps) // points) if points else 1]:
                 runs = tables.runs(slots)
                 if depth(runs) > self.max_depth:
                     most_bytes = (slots + 1) * tables.unit_bytes
                     break
-                yield runs, predict(self.chain, runs)
+                yield runs, predict(self.chain, runs), slots * tables.unit_bytes
             else:
                 return
 
