@@ -113,8 +113,9 @@ def table(measured: Measured) -> None:
 
 def draw(measured: Measured, path: Path) -> None:
     """One panel an account, both axes logarithmic, as in the paper."""
-    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for ax, account in zip(axes, ("allocator", "unrolled", "scan"), strict=True):
+    accounts = list(dict.fromkeys(key.split("/")[0] for key in measured))
+    fig, axes = plt.subplots(1, len(accounts), figsize=(5 * len(accounts), 4), squeeze=False, layout="constrained")
+    for ax, account in zip(axes[0], accounts, strict=True):
         lines: dict[str, dict[int, float]] = {}
         for key, figures in measured.items():
             of, steps, strategy = key.split("/")
@@ -123,14 +124,12 @@ def draw(measured: Measured, path: Path) -> None:
         for (strategy, sizes), color, marker in zip(lines.items(), COLORS, "os^Dv*", strict=False):
             steps, mibs = zip(*sorted(sizes.items()), strict=True)
             ax.loglog(steps, mibs, color=color, marker=marker, label=strategy)
-        if not lines:
-            continue
         title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
         ax.set(xlabel="steps", title=title, xticks=sorted({step for sizes in lines.values() for step in sizes}))
         ax.xaxis.set_major_formatter("{x:.0f}")
         ax.minorticks_off()
         ax.legend(fontsize="small")
-    axes[0].set_ylabel("memory of the gradient (MiB)")
+    axes[0][0].set_ylabel("memory of the gradient (MiB)")
     fig.savefig(path, dpi=120)
     plt.close(fig)
 
