@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxsub
+from jaxsub.graph import Graph
 from jaxsub.memory import LEAST_NEEDS, STRATEGIES, allocate, gradient_graph
 from jaxsub.program import trace
 
@@ -73,9 +74,17 @@ def allocated(depth: int, size: dict[str, int], strategy: str) -> dict[str, floa
     graph, counts = trace(loss, args, {}).graph, ()
     if strategy in PLANS:
         plan = jaxsub.plan(loss, *args, planner=PLANS[strategy], verify=False, progress=False)
-        counts, strategy = plan.mirror_counts, "sharing"
+        counts, strategy = counts_of(plan, graph), "sharing"
     strategy = "none" if strategy == "no optimization" else strategy
     return {"bytes": allocate(gradient_graph(graph, counts, needs=LEAST_NEEDS), strategy).total_bytes}
+
+
+def counts_of(plan: jaxsub.Plan, graph: Graph) -> list[int]:
+    """The paper's m(v): 1 for what is made again, 0 for what is saved, inside a region too."""
+    counts = list(plan.mirror_counts)
+    for value in (value for segment in plan.segments for value in segment.saved):
+        counts[graph.values[value].producer] = 0
+    return counts
 
 
 def compiled(depth: int, size: dict[str, int], strategy: str, target: str | None) -> dict[str, Any]:
