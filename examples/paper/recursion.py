@@ -111,9 +111,10 @@ def draw(measured: Measured, path: Path) -> None:
     recursion = points(measured, "recursion")
     lengths = sorted({n for n, _ in recursion})
     for k, color in COLORS.items():
-        left.semilogx(lengths, [recursion[n, k]["units"] for n in lengths], color=color, marker="o", label=f"k = {k}")
-        theory = [k * math.log(n, k + 1) + 3 for n in lengths]
-        left.semilogx(lengths, theory, color=color, linestyle="dotted", linewidth=1)
+        here = [n for n in lengths if (n, k) in recursion]
+        left.semilogx(here, [recursion[n, k]["units"] for n in here], color=color, marker="o", label=f"k = {k}")
+        theory = [k * math.log(n, k + 1) + 3 for n in here]
+        left.semilogx(here, theory, color=color, linestyle="dotted", linewidth=1)
     left.set(xlabel="layers", ylabel="memory (activations)", xticks=lengths, title="the recursion, compiled")
     left.plot([], [], color="black", linestyle="dotted", linewidth=1, label="k · log n + 3, base k + 1")
     left.xaxis.set_major_formatter("{x:.0f}")
@@ -124,8 +125,8 @@ def draw(measured: Measured, path: Path) -> None:
         xs, ys = [f["units"] for f in found], [f["forward_passes"] for f in found]
         label = "revolve (Griewank and Walther)" if of == "revolve" else of
         right.plot(xs, ys, color=color, marker=marker, label=label)
-    n = next(iter(points(measured, "revolve")))[0]
-    here = [recursion[n, k] for k in KS]
+    n = max((n for n, _ in points(measured, "revolve")), default=max(lengths))
+    here = [recursion[n, k] for k in KS if (n, k) in recursion]
     right.plot([f["units"] for f in here], [f["forward_passes"] for f in here], "D", color="#d55e00", label="recursion")
     right.set(xlabel="memory (activations)", ylabel="forward passes", title=f"{n} layers, compiled")
     right.legend()
