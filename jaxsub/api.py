@@ -120,6 +120,7 @@ def sublinear(
     cache: bool | str | os.PathLike[str] | Store = True,
     progress: bool = True,
     profile: bool | str = False,
+    offload: str | None = None,
 ) -> Any:
     """Return the same function with a gradient that fits a memory budget.
 
@@ -153,6 +154,8 @@ def sublinear(
         progress: Whether to show a progress bar when planning takes long.
         profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
             distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
+        offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
+            there and back takes over the target's PCIe; plans then minimise seconds. `None`: on the device only.
 
     Returns:
         A function with the same signature; its method `plan(*args)` returns the plan it uses.
@@ -160,7 +163,8 @@ def sublinear(
     Raises:
         BudgetError: If the budget cannot be read.
         InfeasibleBudgetError: At the first call, if no plan fits; it says the least that would.
-        UnsupportedError: At the first call, if something in the function cannot be supported.
+        UnsupportedError: At the first call, if something in the function cannot be supported, or the target has no
+            memory to offload to.
         PlanMismatchError: At the first call, if `plan` was made for another function.
 
     Example:
@@ -180,7 +184,7 @@ def sublinear(
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
                         argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile,
-                        in_shardings=in_shardings)  # fmt: skip
+                        in_shardings=in_shardings, offload=offload)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -191,8 +195,8 @@ def sublinear(
 
 def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
          mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
-         cache: AnyCache = True, progress: bool = True, profile: bool | str = False, bound: bool = False,
-         **kwargs: Any) -> Plan:  # fmt: skip
+         cache: AnyCache = True, progress: bool = True, profile: bool | str = False, offload: str | None = None,
+         bound: bool = False, **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
 
     Args:
@@ -207,6 +211,7 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         cache: As for `sublinear`.
         progress: As for `sublinear`.
         profile: As for `sublinear`.
+        offload: As for `sublinear`.
         bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
             `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
         **kwargs: Its keyword arguments.
@@ -228,7 +233,7 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         5
     """
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
-                        argnums=argnums, cache=cache, progress=progress, profile=profile)  # fmt: skip
+                        argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload)  # fmt: skip
     wrapped.settings = replace(wrapped.settings, bound=bound)
     found: Plan = wrapped.plan(*args, **kwargs)
     return found

@@ -37,7 +37,8 @@ class Option:
 
     Attributes:
         saved: The values it saves, as offsets from the first value the region makes.
-        saved_bytes: What it keeps from its forward to its backward pass beyond what crosses the cuts.
+        saved_bytes: What it keeps on the device from its forward to its backward pass beyond what crosses the cuts;
+            below zero where it takes more of what crosses the cut before it off the device.
         transient_bytes: What its own backward pass allocates, the saved values included.
         recompute_flops: FLOPs executed again in its backward pass, after dead-code elimination, elementwise work
             weighed as `jaxsub.flops.ELEMENTWISE_WEIGHT` says.
@@ -47,6 +48,7 @@ class Option:
         is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
         loop_seconds: `loop_flops` in seconds, where known.
         saved_sizes: Bytes of each of the values that `saved_bytes` counts, where known.
+        offloaded: Those of `saved` that are kept in host memory; below zero what it reads from stages before it.
     """
 
     saved: tuple[int, ...] = ()
@@ -59,6 +61,7 @@ class Option:
     is_region: bool = True
     loop_seconds: float = 0.0
     saved_sizes: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
         flops=float(costs["flops"]) if costs and "flops" in costs else None,
         compile_seconds=seconds,
         target=target.name,
+        host_temp_bytes=int(getattr(memory, "host_temp_size_in_bytes", 0)),
     )
 
 

@@ -53,6 +53,7 @@ class CrossCompiled:
     argument_size_in_bytes: int
     output_size_in_bytes: int
     alias_size_in_bytes: int
+    host_temp_size_in_bytes: int
 
     def memory_analysis(self) -> CrossCompiled:
         """The account of memory: itself."""

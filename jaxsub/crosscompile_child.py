@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-FIELDS = ("temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes")
+FIELDS = tuple(f"{what}_size_in_bytes" for what in ("temp", "argument", "output", "alias", "host_temp"))
 
 
 @functools.cache

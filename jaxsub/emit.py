@@ -74,8 +74,8 @@ def keep_out(plan: Plan, nodes: Sequence[int]) -> Plan:
 
     Example:
         >>> from jaxsub.budget import Budget
-        >>> keep_out(Plan("f", Budget(), 5, (Segment(0, 5),)), [2]).segments
-        (Segment(start=0, stop=2, saved=(), children=()), Segment(start=3, stop=5, saved=(), children=()))
+        >>> keep_out(Plan("f", Budget(), 5, (Segment(0, 5),)), [2]).segments == (Segment(0, 2), Segment(3, 5))
+        True
     """
     segments = tuple(piece for segment in plan.segments for piece in _split(segment, sorted(nodes)))
     return plan if segments == plan.segments else plan.replace(segments=segments)

@@ -62,9 +62,7 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
 def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
     """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
     run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]
-    moves = {
-        number for number, run in enumerate(runs) if run.option is not None and min(run.option.saved, default=0) < 0
-    }
+    moves = {i for i, run in enumerate(runs) if run.option is not None and min(run.option.saved, default=0) < 0}
     for c in chain.crossings:
         reader = run_of[c.last] if c.last < len(run_of) else len(runs)
         if run_of[c.made] < reader and reader not in moves:  # what goes to the host's memory needs no place here

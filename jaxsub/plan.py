@@ -38,6 +38,7 @@ class Measurement:
         flops: The compiler's own count; loops are counted once, whatever their length. `None` where it has none.
         compile_seconds: How long the compile took.
         target: What it was compiled for, such as `cpu`.
+        host_temp_bytes: What it allocates in host memory, for what is offloaded.
     """
 
     temp_bytes: int
@@ -47,12 +48,14 @@ class Measurement:
     flops: float | None
     compile_seconds: float
     target: str
+    host_temp_bytes: int = 0
 
     def __str__(self) -> str:
         flops = "" if self.flops is None else f", {self.flops:.3g} FLOPs"
+        host = f", {format_bytes(self.host_temp_bytes)} in host memory" if self.host_temp_bytes else ""
         return (
             f"{format_bytes(self.temp_bytes)} temporary, {format_bytes(self.argument_bytes)} arguments, "
-            f"{format_bytes(self.output_bytes)} outputs{flops} "
+            f"{format_bytes(self.output_bytes)} outputs{host}{flops} "
             f"({self.target}, compiled in {self.compile_seconds:.1f} s)"
         )
 
@@ -81,11 +84,13 @@ class Holding:
         label: Its name, shape and source line.
         n_bytes: Its bytes.
         count: How many alike are kept.
+        is_offloaded: Whether it is kept in host memory.
     """
 
     label: str
     n_bytes: int
     count: int
+    is_offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class Plan:
             faults.append(f"the barriers {outside} stand outside the program")
         if any(inner.saved for outer in self.segments for inner in walk(outer.children)):
             faults.append("only outermost segments may save values")
+        if any(set(s.offloaded) - set(s.saved) for s in self.segments):
+            faults.append("what is offloaded must be among what is saved")
         if faults:
             raise ValueError("a plan's segments must be disjoint runs of nodes, in order: " + "; ".join(faults))
 
@@ -169,8 +176,11 @@ class Plan:
             ValueError: If a count is negative or no integer.
 
         Example:
-            >>> Plan.from_mirror_counts([1, 1, 0, 1, 0, 0], fingerprint="f").segments
-            (Segment(start=0, stop=3, saved=(), children=()), Segment(start=3, stop=5, saved=(), children=()))
+            >>> Plan.from_mirror_counts([1, 1, 0, 1, 0, 0], fingerprint="f").segments == (
+            ...     Segment(0, 3),
+            ...     Segment(3, 5),
+            ... )
+            True
         """
         wrong = [f"m({v}) = {m!r}" for v, m in enumerate(counts) if isinstance(m, bool) or int(m) != m or m < 0]
         if wrong:
@@ -276,7 +286,7 @@ def plan_from_runs(
         PlannerError: If the runs do not hold together.
     """
     check_runs(chain, runs)
-    segments = tuple(s for run in runs for s in _segments(chain, run))
+    segments = _moved([s for run in runs for s in _segments(chain, run)])
     loops = tuple(loop for run in runs for loop in _loops(chain, run))
     barriers = sorted({chain.stages[start].start for start in _barriers(runs)} - {0})
     return Plan(
@@ -324,7 +334,15 @@ def _segments(chain: Chain, run: Run) -> Iterator[Segment]:
     if run.children:
         yield Segment(start, stop, (), tuple(s for c in run.children for s in _segments(chain, c)))
     elif run.option is not None and run.option.is_region:
-        yield Segment(start, stop, tuple(chain.stages[run.start].first_value + offset for offset in run.option.saved))
+        first, option = chain.stages[run.start].first_value, run.option
+        saved, offloaded = (tuple(first + o for o in offsets) for offsets in (option.saved, option.offloaded))
+        yield Segment(start, stop, saved, offloaded=offloaded)
+
+
+def _moved(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """What one segment takes off the device at its entry, no other may save on the device."""
+    entries = {v for s in segments for v in s.offloaded}
+    return tuple(replace(s, offloaded=tuple(v for v in s.saved if v in entries)) for s in segments)
 
 
 def _loops(chain: Chain, run: Run) -> Iterator[Way]:

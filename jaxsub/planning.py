@@ -21,6 +21,7 @@ from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.emit import keep_out
 from jaxsub.errors import JaxsubError, UnsupportedError
+from jaxsub.offload import KINDS
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planners.milp import Bounded
@@ -53,8 +54,13 @@ class Settings:
     profile: bool | str = False
     bound: bool = False
     in_shardings: Any = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
+        if self.offload is not None and self.offload not in KINDS:
+            raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
+        if self.offload is not None and self.bound:
+            raise ValueError("bound=True says how little can be executed again without offload=; ask for one of them")
         if not (isinstance(self.profile, bool) or self.profile == "roofline"):
             raise ValueError(f'profile is True, False or "roofline", got {self.profile!r}')
 
@@ -102,7 +108,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
     with Progress(settings.progress) as step:
-        pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile)
+        pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile, offload=settings.offload)
         verifier = verifying.Verifier(pricer)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner, cuts = Bounded(wishing(program, once(program, get(settings.planner)), wishes)), cuts_of(program)

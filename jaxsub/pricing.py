@@ -22,6 +22,7 @@ from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
 from jaxsub.hosting import gradient_sizes, saved_sizes
 from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
+from jaxsub.offload import require_memory, with_offloading
 from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_marking
 from jaxsub.plan import Plan
 from jaxsub.program import Program
@@ -65,6 +66,7 @@ class Pricer:
         profile: Where seconds come from: `False` for the target's figures, `True` to time the stages on the device,
             `"roofline"` for the figures again. Where it is not `False`, chains are weighed by seconds.
         share: What one device holds of a byte, where the program is spread over several (`jaxsub.spread`).
+        offload: The memory that values may be kept in beside the device's; chains are then weighed by seconds.
     """
 
     program: Program
@@ -75,6 +77,7 @@ class Pricer:
     workers: int = 2
     profile: bool | str = False
     share: float = 1.0
+    offload: str | None = None
     _prices: dict[Any, int] = field(init=False, default_factory=dict)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
@@ -85,6 +88,8 @@ class Pricer:
     _clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.offload:
+            require_memory(self.target, self.offload)
         self._loops = frozenset(find_nested(self.program))
         self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)
 
@@ -115,7 +120,7 @@ class Pricer:
         crossings = find_crossings(self.program.graph, cuts)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
         chain = scaled(chain, self.share)
-        return by_seconds(chain) if self.profile else chain
+        return by_seconds(chain) if self.profile or self.offload else chain
 
     def refine(self, plan: Plan) -> bool:
         """Ask the compiler for the regions of several stages that a plan uses; say whether anything new was learnt."""
@@ -124,10 +129,8 @@ class Pricer:
         fences = set(plan.barriers)
         leaves = [s for s in walk(plan.segments) if not s.children and not fences & set(range(s.start + 1, s.stop))]
         leaves = [s for s in leaves if not self._is_pinned(s.start, s.stop)]
-        firsts = {(s.start, s.stop): self.program.graph.first_value(s.start) for s in leaves}
-        jobs: list[Job] = [
-            ("backward", s.start, s.stop, tuple(v - firsts[s.start, s.stop] for v in s.saved)) for s in leaves
-        ]
+        firsts = [(s, self.program.graph.first_value(s.start)) for s in leaves]
+        jobs: list[Job] = [("backward", s.start, s.stop, tuple(v - f for v in s.saved if v >= f)) for s, f in firsts]
         jobs += [job for loop in plan.loops for job in self._loop_jobs(loop)]
         return self._price(jobs) > 0
 
@@ -269,7 +272,8 @@ class Pricer:
             sizes = saved_sizes(self.program.graph, start, stop, c.saved)
             options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent,
                                   saved_sizes=sizes))  # fmt: skip
-        return tuple(options)
+        graph = self.program.graph
+        return with_offloading(graph, start, stop, options, self.target) if self.offload else tuple(options)
 
     def _is_loop(self, stage: Stage) -> bool:
         return stage.stop == stage.start + 1 and stage.start in self._loops
@@ -395,8 +399,9 @@ class Pricer:
         return found if isinstance(found, int) else None
 
     def _text(self, key: Any) -> str:
-        target = self.target
-        return key_of("price", compat.remat_flavour(), target.name, target.spec or "", repr(key), schema=PROBES)
+        return key_of(
+            "price", compat.remat_flavour(), self.target.name, self.target.spec or "", repr(key), schema=PROBES
+        )
 
     def _compile(self, probe: probes.Probe) -> int:
         found = measure_compiled(probe.call, probe.args, self.target, donate_argnums=probe.donated)

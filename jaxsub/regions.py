@@ -29,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsub import compat
 from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
+from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
 from jaxsub.results import is_known_by_result, tagged
@@ -155,26 +156,28 @@ class _Emitter:
         if segment.children or self._fences(segment.start, segment.stop):
             steps, fenced = self.steps(segment.start, segment.stop, segment.children, scope="")
         else:
-            steps, fenced = self._named_steps(piece, segment.saved), set()
+            steps, fenced = self._named_steps(piece, self._names(segment)), set()
         threaded = [w for w in sorted(fenced) if self.last_use[w] >= segment.stop and w not in self._made(piece)]
         reads = self._reads(piece)
         returns = tuple(dict.fromkeys((*self._returns(piece), *threaded)))
         key = self._key(segment, reads, returns)
         call = self.shared.get(key)
         if call is None:
-            names = [f"jaxsub_{v - self._made(piece).start}" for v in segment.saved]
-            call = self.shared[key] = _checkpointed(steps, reads, returns, names)
+            names = self._names(segment)
+            moved = [names.pop(v) for v in segment.offloaded if v in names]
+            call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
         return _Region(call, reads, returns), fenced
 
     def _check(self, segment: Segment) -> None:
         """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
         if not segment.saved:
             return
-        made = self._made(range(segment.start, segment.stop))
-        if outside := [v for v in segment.saved if v not in made]:
+        piece = range(segment.start, segment.stop)
+        made, moved = self._made(piece), set(segment.offloaded) & set(self._reads(piece))
+        if outside := [v for v in segment.saved if v not in made and v not in moved]:
             raise PlannerError(
                 f"Segment {segment.start}:{segment.stop} saves the values {outside}, which it does not make: it makes "
-                f"{made.start} to {made.stop - 1}."
+                f"{made.start} to {made.stop - 1}. What it reads can be saved in host memory only."
             )
         inside = "segments" if segment.children else "barriers" if self._fences(segment.start, segment.stop) else None
         if inside:
@@ -183,36 +186,40 @@ class _Emitter:
                 f"again all the same. Take the {inside} out, or end a segment behind each value to be saved."
             )
 
-    def _named_steps(self, piece: range, saved: Sequence[int]) -> list[Step]:
-        """Evaluate a run of equations, naming the saved values where they are made."""
-        steps: list[Step] = []
+    def _names(self, segment: Segment) -> dict[int, str]:
+        """What the values that a region saves are called; alike regions call them alike."""
+        first, reads = self.program.graph.first_value(segment.start), self._reads(range(segment.start, segment.stop))
+        values, place = self.program.graph.values, {v: i for i, v in enumerate(reads)}
+        saved = [v for v in segment.saved if self.last_use[v] > (values[v].producer or 0) and self._can_name(v)]
+        return {v: f"jaxsub_{v - first}" if v >= first else f"jaxsub_entry_{place[v]}" for v in saved}
+
+    def _named_steps(self, piece: range, names: dict[int, str]) -> list[Step]:
+        """Evaluate a run of equations, naming the saved values where they are made, or at its entry."""
+        values, at = self.program.graph.values, piece.start
         first = self._made(piece).start
-        saved = [
-            v for v in saved if self.last_use[v] > (self.program.graph.values[v].producer or 0) and self._can_name(v)
-        ]
-        producers = sorted({self.program.graph.values[v].producer or 0 for v in saved})
-        at = piece.start
+        steps: list[Step] = [_name({v: name for v, name in names.items() if v < first})]
+        producers = sorted({values[v].producer or 0 for v in names if v >= first})
         for producer in producers:
             is_alone = is_known_by_result(self.program.eqns[producer])
             run = range(at, producer + (not is_alone))
             # what the slice returns is judged by uses after it, within or beyond the region
             steps += [self._evaluate(run, self._reads(run), self._returns(run))] if run else []
             if is_alone:
-                steps.append(self._tagged(producer, first))
+                steps.append(self._tagged(producer, names))
             else:
-                steps.append(_name([v for v in saved if self.program.graph.values[v].producer == producer], first))
+                steps.append(_name({v: name for v, name in names.items() if values[v].producer == producer}))
             at = producer + 1
         if at < piece.stop:
             run = range(at, piece.stop)
             steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
         return steps
 
-    def _tagged(self, node: int, first: int) -> Step:
+    def _tagged(self, node: int, names: dict[int, str]) -> Step:
         eqn, (v,) = self.program.eqns[node], self.program.graph.nodes[node].outputs
         source = self.program.graph.nodes[node].inputs[0]
 
         def step(env: Env) -> None:
-            env[v] = tagged(eqn, env[source], _named, v - first)
+            env[v] = tagged(eqn, env[source], lambda y, _: checkpoint_name(y, names[v]), 0)
 
         return step
 
@@ -227,7 +234,11 @@ class _Emitter:
             wiring.append((self.program.signatures[i], _identity(self.program.eqns[i]), places))
         inner = list(walk((segment,)))
         shape = tuple(
-            (s.start - segment.start, s.stop - segment.start, tuple(v - base for v in s.saved)) for s in inner
+            (
+                *(s.start - segment.start, s.stop - segment.start),
+                *(tuple(v - base if v >= base else ~place[v] for v in values) for values in (s.saved, s.offloaded)),
+            )
+            for s in inner
         )
         fences = tuple(b - segment.start for b in self._fences(segment.start, segment.stop))
         kinds = (
@@ -283,15 +294,11 @@ def _barrier(values: Sequence[int]) -> Step:
     return step
 
 
-def _name(values: Sequence[int], first: int) -> Step:
+def _name(names: dict[int, str]) -> Step:
     def step(env: Env) -> None:
-        env.update((v, _named(env[v], v - first)) for v in values)
+        env.update((v, checkpoint_name(env[v], name)) for v, name in names.items())
 
     return step
-
-
-def _named(x: Any, offset: int) -> Any:
-    return checkpoint_name(x, f"jaxsub_{offset}")
 
 
 def _call(region: _Region, scope: str) -> Step:
@@ -308,7 +315,7 @@ def _call(region: _Region, scope: str) -> Step:
 
 
 def _checkpointed(
-    steps: Sequence[Step], reads: Sequence[int], returns: Sequence[int], names: Sequence[str]
+    steps: Sequence[Step], reads: Sequence[int], returns: Sequence[int], names: Sequence[str], moved: Sequence[str]
 ) -> Callable[..., Any]:
     def region(*inputs: Any) -> tuple[Any, ...]:
         env: Env = dict(zip(reads, inputs, strict=True))
@@ -316,8 +323,14 @@ def _checkpointed(
             step(env)
         return tuple(env[v] for v in returns)
 
-    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-    return jax.checkpoint(region, policy=policy)
+    if not moved:
+        policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
+        return jax.checkpoint(region, policy=policy)
+    moving = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(names), names_which_can_be_offloaded=list(moved),
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return settled(jax.checkpoint(region, policy=moving))
 
 
 def _identity(eqn: Any) -> tuple[Any, ...]:

@@ -77,7 +77,7 @@ class Ladder:
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
         is_compiled = settings.verify is not False and not compat.names_axes(program.traced)
-        self.pricer = Pricer(program, self.target, is_compiled, self.store, self.progress)
+        self.pricer = Pricer(program, self.target, is_compiled, self.store, self.progress, offload=settings.offload)
         self.cuts = cuts_of(program)
 
     @property

@@ -53,7 +53,7 @@ class Piece:
 
     Attributes:
         kind: `crossing`: values that later stages read; `saved`: what a region saves inside; `kept`: what the compiler
-            keeps of an unwrapped stage.
+            keeps of an unwrapped stage; `moved`: what a region takes off the device, counted as less than nothing.
         start: The first step at which it stands.
         stop: The step at which it is gone.
         first_stage: The first stage of those that made it.
@@ -134,7 +134,8 @@ class StageTimeline:
 
     def alive(self, step: int) -> tuple[Piece, ...]:
         """What is stored at a step, largest first."""
-        return tuple(sorted((p for p in self.pieces if p.start <= step < p.stop), key=lambda p: -p.n_bytes))
+        there = (p for p in self.pieces if p.start <= step < p.stop and p.n_bytes > 0)
+        return tuple(sorted(there, key=lambda p: -p.n_bytes))
 
     def standing(self, step: int) -> tuple[tuple[int, str], ...]:
         """Bytes and words of all that stands at a step, largest first: what is stored, and what the step works with."""
@@ -217,10 +218,11 @@ class _Replay:
         """What a run leaves behind between its two passes, beside what lies in the places of outputs."""
         chain = self.chain
         values = run.option.saved if run.option is not None else ()
-        kind = "kept" if run.option is None else "saved"
+        kept = kept_bytes(chain, run) - hosted[1]
+        kind = "kept" if run.option is None else "saved" if kept >= 0 else "moved"
         for name, n_bytes, made in (
             ("crossing", int(chain.crossing_bytes[run.start, run.stop]) - hosted[0], ()),
-            (kind, kept_bytes(chain, run) - hosted[1], values),
+            (kind, kept, tuple(v for v in values if (v < 0) == (kept < 0))),
         ):
             if n_bytes and gone > born:
                 self.pieces.append(Piece(name, born, gone, run.start, run.stop, n_bytes, made))
@@ -291,7 +293,8 @@ def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
         if key not in known:
             made = graph.made_by(nodes[piece.first_stage], nodes[piece.stop_stage])
             stop = nodes[piece.stop_stage]
-            values = [made[v] for v in piece.values if v < len(made)] or [v for v in made if last[v] >= stop]
+            inside = [made.start + v for v in piece.values if v < len(made)]
+            values = inside or [v for v in made if last[v] >= stop]
             known[key] = _kept_label(graph, nodes, piece) if piece.kind == "kept" else _values_label(graph, values)
         return known[key]
 

@@ -379,17 +379,18 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
     """
     graph = program.graph
     kept: set[int] = set()
+    moved = {v for segment in plan.segments for v in segment.offloaded}
     for segment in plan.segments:
         base = graph.first_value(segment.start)
         kept.update(segment.saved)
         kept.update(v for n in graph.nodes[segment.start : segment.stop] for v in n.inputs
                     if len(graph.inputs) <= v < base)  # fmt: skip
-    count: dict[tuple[str, int], int] = {}
+    count: dict[tuple[str, int, bool], int] = {}
     for v in sorted(kept):
-        key = value_label(graph, v), graph.values[v].n_bytes
+        key = value_label(graph, v), graph.values[v].n_bytes, v in moved
         count[key] = count.get(key, 0) + 1
-    rows = sorted((Holding(label, size, n) for (label, size), n in count.items()), key=lambda h: -h.n_bytes * h.count)
-    return tuple(rows[:64])
+    rows = (Holding(label, size, n, is_moved) for (label, size, is_moved), n in count.items())
+    return tuple(sorted(rows, key=lambda h: -h.n_bytes * h.count)[:64])
 
 
 def cut_choices(program: Program) -> list[tuple[int, ...]]:

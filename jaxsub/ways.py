@@ -20,12 +20,14 @@ class Segment:
         stop: The node after its last.
         saved: Values made inside that are saved for its backward pass; only where it stands in no other segment.
         children: Segments inside it.
+        offloaded: Those of `saved` that are kept in host memory; among them may be values that it reads.
     """
 
     start: int
     stop: int
     saved: tuple[int, ...] = ()
     children: tuple[Segment, ...] = ()
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

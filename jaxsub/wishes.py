@@ -119,7 +119,7 @@ def honoured(program: Program, plan: Plan, wishes: Wishes) -> Plan:
         >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
         >>> plan = Plan(program.fingerprint, Budget(), len(program.eqns))
         >>> honoured(program, plan, read_wishes(program, {"wave": 1})).segments
-        (Segment(start=0, stop=3, saved=(), children=()),)
+        (Segment(start=0, stop=3, saved=(), children=(), offloaded=()),)
     """
     changed = _Changed(program, list(plan.segments), set(plan.barriers), wishes)
     for v in wishes.again:

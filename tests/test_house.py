@@ -28,6 +28,7 @@ JAX_WING = (
     "results",
     "options",
     "analytic",
+    "offload",
     "seconds",
     "spent",
     "probes",

@@ -257,7 +257,8 @@ def _again(plan: Plan) -> str:
 
 
 def _holdings(plan: Plan) -> str:
-    rows = [(f"{h.count} ×", format_bytes(h.n_bytes), _cut(h.label)) for h in plan.holdings[:MOST_ROWS]]
+    rows = [(f"{h.count} ×", format_bytes(h.n_bytes), _cut(h.label + " (in host memory)" * h.is_offloaded))
+            for h in plan.holdings[:MOST_ROWS]]  # fmt: skip
     return _table("What is kept for the backward pass", ("kept", "each", "what"), rows, len(plan.holdings))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxsub.budget import format_bytes
 from jaxsub.chain import Prediction
-from jaxsub.plan import Plan
+from jaxsub.plan import Holding, Plan
 from jaxsub.show.curves import curves
 from jaxsub.ways import Conditional, Inside, Way, walk
 
@@ -38,10 +38,15 @@ def describe(plan: Plan) -> str:
     lines.append(f"recompute  {again} of {plan.n_nodes} equations, at most {times(max(counts, default=0))};"
                  f" {plan.n_regions} regions, {len(plan.barriers)} barriers")  # fmt: skip
     lines += [line for way in plan.loops for line in _way_lines(way)]
-    lines += [f"keep       {h.count:>4} x {format_bytes(h.n_bytes):>9}  {h.label}" for h in plan.holdings[:HOLDINGS]]
+    lines += [_holding_line(h) for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
     return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
+
+
+def _holding_line(holding: Holding) -> str:
+    verb = "offload" if holding.is_offloaded else "keep"
+    return f"{verb:<10} {holding.count:>4} x {format_bytes(holding.n_bytes):>9}  {holding.label}"
 
 
 def _way_lines(way: Way, indent: str = "") -> Iterator[str]:
@@ -88,6 +93,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         share = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0)
         unit = "time" if plan.prediction.minimises == "seconds" else "FLOPs"
         yield f"extra      {share:.1%} of one forward pass in {unit}" + _measured_flops(plan)
+        moved = sum(h.n_bytes * h.count for h in plan.holdings if h.is_offloaded)
+        if moved:
+            yield f"host       {format_bytes(moved)} kept in host memory, there and back within that time"
         if plan.gap is not None:
             yield f"bound      at most {plan.gap:.1%} of a forward pass above the least possible"
         yield from _time_lines(plan.prediction)
