@@ -51,10 +51,13 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
     sizes, totals = sorted(places), [[0, 0] for _ in runs]
     if places:
         for size, run, last, crosses in sorted(_pieces(chain, runs), key=lambda p: (-p[0], p[1], p[3])):
-            larger = (places[s] for s in sizes[bisect_left(sizes, size) :])
-            found = next((stages for stages in larger if stages and stages[0] <= last), None)
+            at = range(bisect_left(sizes, size), len(sizes))
+            found = next((i for i in at if places[sizes[i]][0] <= last), None)
             if found is not None:
-                found.popleft()
+                stages = places[sizes[found]]
+                stages.popleft()
+                if not stages:
+                    sizes.pop(found)
                 totals[run][0 if crosses else 1] += size
     return tuple((crossing, kept) for crossing, kept in totals)
 

@@ -39,6 +39,7 @@ BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this
 KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
+FAR = 2  # times the budget is too far for the scale of what outputs may host to do for the budget too
 STRIDE = 8  # steps of the tables are looked at first where outputs may host much
 CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
