@@ -120,3 +120,10 @@ def test_tables_and_pictures_need_only_the_results(path, capsys, tmp_path):
     assert capsys.readouterr().out
     module.draw(stored, tmp_path if path.stem == "frontiers" else tmp_path / "picture.png")
     assert list(tmp_path.glob("*.png"))
+
+
+def test_layers_of_equal_flops_are_found_whatever_the_stages_weigh():
+    """Where no division is within 10 % of equal, the nearest to it is taken; bytes decide between those alike."""
+    flops, crossing = np.array([5.0, 1, 1, 5, 1, 1]), [9.0, 9, 1, 9, 9, 0]
+    assert peers._divided(flops, crossing, 2, 7) == [3, 6]
+    assert peers._divided(flops, crossing, 2, 6.9) == []

@@ -117,26 +117,36 @@ class EqualFlops:
         return _without_barriers(chain, runs, "equal FLOPs")
 
     def _ends(self, chain: Chain) -> list[int]:
+        """Where layers end: under the least slack, in steps of 10 %, with which stages can be divided at all."""
         flops = np.array([stage.forward_flops for stage in chain.stages])
-        before, n = np.concatenate([[0], np.cumsum(flops)]), len(flops)
-        most = max(SLACK * before[-1] / self.layers, flops.max())
-        crossing = [float(chain.crossing_bytes[0, q]) if q < n else 0.0 for q in range(n + 1)]
-        least = np.full((self.layers + 1, n + 1), np.inf)
-        came_from = np.zeros((self.layers + 1, n + 1), np.intp)
-        least[0, 0] = 0
-        for layer in range(1, self.layers + 1):
-            for stop in range(1, n + 1):
-                starts = np.flatnonzero(before[stop] - before[:stop] <= most)
-                costs = least[layer - 1, starts] + crossing[stop]
-                if len(costs):
-                    at = int(costs.argmin())
-                    least[layer, stop], came_from[layer, stop] = costs[at], starts[at]
-        layer = int(np.flatnonzero(np.isfinite(least[:, n]))[-1])  # fewer where there are not that many stages
-        ends, stop = [], n
-        while stop:
-            ends.append(stop)
-            stop, layer = int(came_from[layer, stop]), layer - 1
-        return ends[::-1]
+        crossing = [*map(float, chain.crossing_bytes[0, 1 : len(flops)]), 0.0]
+        most = max(SLACK * flops.sum() / self.layers, flops.max())
+        while not (ends := _divided(flops, crossing, self.layers, most)):
+            most *= SLACK
+        return ends
+
+
+def _divided(flops: np.ndarray, crossing: Sequence[float], layers: int, most: float) -> list[int]:
+    """The ends of at most so many runs of stages, none heavier than `most`, least bytes between; none if none are."""
+    before, n = np.concatenate([[0], np.cumsum(flops)]), len(flops)
+    least = np.full((layers + 1, n + 1), np.inf)
+    came_from = np.zeros((layers + 1, n + 1), np.intp)
+    least[0, 0] = 0
+    for layer in range(1, layers + 1):
+        for stop in range(1, n + 1):
+            starts = np.flatnonzero(before[stop] - before[:stop] <= most * (1 + 1e-9))
+            costs = least[layer - 1, starts] + crossing[stop - 1]
+            if len(costs):
+                at = int(costs.argmin())
+                least[layer, stop], came_from[layer, stop] = costs[at], starts[at]
+    reached = np.flatnonzero(np.isfinite(least[:, n]))
+    if not len(reached):
+        return []
+    layer, ends, stop = int(reached[-1]), [], n  # fewer layers where there are not that many stages
+    while stop:
+        ends.append(stop)
+        stop, layer = int(came_from[layer, stop]), layer - 1
+    return ends[::-1]
 
 
 @dataclass(frozen=True, slots=True)
