@@ -6,7 +6,7 @@ under the plans "drop bn-relu", §4.2, and Algorithm 3), and what XLA allocates 
 asked for a budget that falls with the root of the depth.
 
     python examples/paper/resnet.py            # full sizes, resumed where it was stopped
-    python examples/paper/resnet.py --quick    # small images, two depths, under two minutes
+    python examples/paper/resnet.py --quick    # small images, 14 and 26 layers, under two minutes
     python examples/paper/resnet.py --draw     # the table and the picture again, from the results alone
 
 Nothing is executed: shapes are traced and compiled. A log-log slope of 1 is linear growth, of 1/2 the root's.
@@ -37,8 +37,8 @@ from measuring import traced_flops  # noqa: E402
 from records import Cell, Measured, figure, mib  # noqa: E402
 
 DEPTHS = {
-    14: (1, 1, 1, 1),
-    26: (2, 2, 2, 2),
+    14: (2, 2),
+    26: (4, 4),
     50: (3, 4, 6, 3),
     98: (6, 8, 12, 6),
     194: (12, 16, 24, 12),

@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 import models  # noqa: E402
 from records import Cell, Measured, figure  # noqa: E402
 
-DEPTHS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
+DEPTHS = {14: (2, 2), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
 RESNET = dict(batch=16, size=64, width=16, classes=10)
 LSTM = dict(layers=4, batch=32, n_in=50, width=256, classes=500)
 STEPS = (16, 32, 64)
