@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxsub import compat
+
 ELEMENTWISE_WEIGHT = 0.02
 """Share of an elementwise FLOP that executing it again costs: fitted to compiled ResNets and GPTs."""
 
@@ -106,7 +108,7 @@ def is_costly(eqn: Any) -> bool:
 def bodies_of(eqn: Any) -> tuple[Any, ...]:
     """The programs inside an equation that run when it runs: loop bodies, branches, custom-rule functions."""
     found: list[Any] = []
-    for key, param in eqn.params.items():
+    for key, param in compat.unwrapped(eqn)[1].items():
         if type(param) in _PLAIN or key in ("jvp_jaxpr_fun", "cond_jaxpr"):
             continue
         for entry in param if isinstance(param, tuple | list) else (param,):

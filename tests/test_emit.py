@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jaxsub
+from jaxsub import compat
 from jaxsub.emit import emit, keep_out
 from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
@@ -29,7 +30,7 @@ def plan_of(program, *segments, barriers=()):
 
 
 def is_region(eqn):
-    return any(word in eqn.primitive.name for word in ("remat", "checkpoint"))
+    return compat.unwrapped(eqn)[0].name in compat.REGIONS
 
 
 def regions(jaxpr):
