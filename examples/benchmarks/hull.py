@@ -7,18 +7,22 @@ should execute no more FLOPs than the hull has there. Budgets go down to three q
 
     python examples/benchmarks/hull.py                        # every network at full size, resumed where it was stopped
     python examples/benchmarks/hull.py --models mlp gpt16     # some of them
+    python examples/benchmarks/hull.py --models resnet --budgets 0.2 0.15 --minutes 10   # some cells, a piece at a time
     python examples/benchmarks/hull.py --quick                # toy sizes, under two minutes
     python examples/benchmarks/hull.py --draw                 # the tables again, from the results alone
 
-Nothing is executed: shapes are traced and compiled. FLOPs are the CPU compiler's count, for other targets too: their
-compilers give none. XLA counts less than 1 where recomputing spares it to store and read elementwise results.
+Results and tables are kept in `examples/results/hull/`. Nothing is executed: shapes are traced and compiled. FLOPs are
+the CPU compiler's count, for other targets too: their compilers give none. XLA counts less than 1 where recomputing
+spares it to store and read elementwise results.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -132,35 +136,35 @@ def height(corners: list[Point], x: float) -> float | None:
     return corners[-1][1]
 
 
-def table(name: str, target: str, stored: Measured) -> bool:
-    """Print a network's points and plans; whether all plans are on or below the hull."""
+def table(name: str, target: str, stored: Measured) -> tuple[list[str], bool]:
+    """A network's points and plans in lines; whether all plans are on or below the hull."""
     start = f"{name}/{target}/"
     found = {key.removeprefix(start): figures for key, figures in stored.items() if key.startswith(start)}
     if "plain" not in found:
-        return True
+        return [], True
     plain = found.pop("plain")
-    print(f"\n{name} on {target}: plain {mib(plain['bytes'])}, {plain['flops']:.4g} FLOPs")
+    lines = [f"{name} on {target}: plain {mib(plain['bytes'])}, {plain['flops']:.4g} FLOPs"]
 
     def share(figures: dict[str, Any]) -> Point:
         return figures["bytes"] / plain["bytes"], figures["flops"] / plain["flops"]
 
     hand = {key.partition("/")[2]: share(f) for key, f in found.items() if key.startswith("by hand/")}
     for label, (x, y) in sorted(hand.items(), key=lambda entry: entry[1]):
-        print(f"  by hand {label:34} {x:.4f} @ {y:.4f}")
+        lines.append(f"  by hand {label:34} {x:.4f} @ {y:.4f}")
     corners, good = lower_hull([(1.0, 1.0), *hand.values()]), True
     budgets = {float(key.partition("/")[2]): f for key, f in found.items() if key.startswith("budget/")}
     for budget, figures in sorted(budgets.items(), reverse=True):
         if "bytes" not in figures:
-            print(f"  budget {budget:.4f}  refused: the least is {figures['least_bytes'] / plain['bytes']:.4f}")
+            lines.append(f"  budget {budget:.4f}  refused: the least is {figures['least_bytes'] / plain['bytes']:.4f}")
             good = good and budget < BELOW * min(x for x, _ in hand.values()) - 1e-4
             continue
         x, y = share(figures)
         over = height(corners, budget)
         is_good = over is None or y <= over * (1 + TOLERANCE)
         beside = "nothing by hand" if over is None else f"hull {over:.4f}  {100 * (y / over - 1):+5.1f} %"
-        print(f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  {beside}{'' if is_good else '  ABOVE'}")
+        lines.append(f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  {beside}{'' if is_good else '  ABOVE'}")
         good = good and is_good
-    return good
+    return lines, good
 
 
 def options() -> argparse.Namespace:
@@ -171,29 +175,36 @@ def options() -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", help="only these of a network's targets")
     parser.add_argument("--quick", action="store_true", help="toy sizes, under two minutes on two cores")
     parser.add_argument("--draw", action="store_true", help="measure nothing: tables from the results alone")
-    parser.add_argument("--out", type=Path, help="where results are kept (default: beside this file)")
+    parser.add_argument("--budgets", nargs="+", type=float, help="these budgets instead of a network's own")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many")
+    parser.add_argument("--out", type=Path, help="where results are kept (default: examples/results/hull)")
     chosen = parser.parse_args()
     if chosen.out is None:
-        chosen.out = Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else HERE / "results"
+        chosen.out = Path(tempfile.mkdtemp(prefix="jaxsub-")) if chosen.quick else HERE.parent / "results" / "hull"
     chosen.out.mkdir(parents=True, exist_ok=True)
     return chosen
 
 
 def main() -> None:
-    """Measure what is missing, network by network, and print the tables."""
-    chosen = options()
+    """Measure what is missing, network by network, and print and keep the tables."""
+    chosen, begun = options(), time.monotonic()
     path = chosen.out / "hull.json"
     blocks, size = (QUICK_BLOCKS, "toy") if chosen.quick else (BLOCKS, "full")
-    good = True
-    for name in (n for n in chosen.models if n in blocks):
+    for name in (n for n in chosen.models if n in blocks and not chosen.draw):
         targets = ("cpu",) if chosen.quick else TARGETS.get(name, ("cpu",))
         for target in (t for t in targets if not chosen.targets or t in chosen.targets):
-            if not chosen.draw:
-                hand = fill(path, hand_cells(name, target, size, blocks[name]))
-                budgets = QUICK_BUDGETS if chosen.quick else BUDGETS[name]
-                fill(path, plan_cells(name, target, size, budgets, hand))
-            good = table(name, target, load(path)) and good
-    print(f"\nresults: {path}; {'every plan is on or below the hull' if good else 'some plans are above the hull'}")
+            cells = list(hand_cells(name, target, size, blocks[name]))
+            hand = fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
+            if len(hand) == len(cells):
+                budgets = chosen.budgets or (QUICK_BUDGETS if chosen.quick else BUDGETS[name])
+                cells = list(plan_cells(name, target, size, budgets, hand))
+                fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
+    stored = load(path)
+    tables = [table(name, target, stored) for name in blocks for target in ("cpu", "h200")]
+    text = "\n\n".join("\n".join(lines) for lines, _ in tables if lines)
+    path.with_suffix(".txt").write_text(text + "\n", "utf-8")
+    print(f"{text}\n\nresults: {path}")
+    print("every plan is on or below the hull" if all(good for _, good in tables) else "some plans are above the hull")
 
 
 if __name__ == "__main__":
