@@ -123,7 +123,8 @@ def draw(measured: Measured, path: Path) -> None:
                 lines.setdefault(strategy, {})[int(steps)] = figures["bytes"] / 2**20
         for (strategy, sizes), color, marker in zip(lines.items(), COLORS, "os^Dv*", strict=False):
             steps, mibs = zip(*sorted(sizes.items()), strict=True)
-            ax.loglog(steps, mibs, color=color, marker=marker, label=strategy)
+            label = f"jaxsub, {strategy.replace(' of ', '/')} of plain" if " of " in strategy else strategy
+            ax.loglog(steps, mibs, color=color, marker=marker, label=label)
         title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
         ax.set(xlabel="steps", title=title, xticks=sorted({step for sizes in lines.values() for step in sizes}))
         ax.xaxis.set_major_formatter("{x:.0f}")
