@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 
 import jaxsub
 from jaxsub.plan import Measurement
+from jaxsub.program import trace
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -38,6 +39,10 @@ MEMORY, QUICK_MEMORY = 16 * 10**9, 64 * 10**6
 NAMES = ("vgg-19", "mobilenet", "unet", "resnet-50")
 QUICK = Network("vgg-tiny", vgg19, 16, dict(batch=32, size=32, width=8, classes=10), is_convolutional=True)
 WAYS = ("no checkpoints", "√n segments", "Chen et al., greedy", "jaxsub")
+PLANNED: dict[str, dict[str, Any]] = {
+    "Chen et al., greedy": dict(planner="chen", verify=False),
+    "jaxsub": dict(verify=True),  # without a budget: the least memory that at most one extra forward pass can buy
+}
 CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))}
 """What the paper reports of all four; its own program stands where `jaxsub` stands here."""
 
@@ -47,18 +52,23 @@ LEAP = 16
 """How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
 
 
-def measured(network: Network, way: str, batch: int) -> Measurement:
-    """What the compiler allocates for a batch, under one way of four."""
+def measured(
+    network: Network, way: str, batch: int, plan: jaxsub.Plan | None
+) -> tuple[Measurement, jaxsub.Plan | None]:
+    """What the compiler allocates for a batch, under one way of four, and the plan for it.
+
+    A plan made for another batch is carried over: the programs differ in nothing but that size.
+    """
     by_hand = dict(wrap=jax.checkpoint, every=math.isqrt(network.n_blocks)) if way == "√n segments" else {}
     loss, args = network.resized(batch=batch).shapes(**by_hand)
-    if way == "jaxsub":  # without a budget: the least memory that at most one extra forward pass can buy
-        plan = jaxsub.plan(loss, *args, verify=True, progress=False)
-        assert plan.measurement is not None
-        return plan.measurement
-    if way == "Chen et al., greedy":
-        plan = jaxsub.plan(loss, *args, planner="chen", verify=False, progress=False).replace(barriers=())
-        return jaxsub.measure(jaxsub.sublinear(loss, plan=plan), *args)
-    return jaxsub.measure(loss, *args)
+    if way not in PLANNED:
+        return jaxsub.measure(loss, *args), None
+    if plan is None:
+        plan = jaxsub.plan(loss, *args, progress=False, **PLANNED[way])
+        if way != "jaxsub":
+            plan = plan.replace(barriers=())
+    plan = plan.replace(fingerprint=trace(loss, args, {}).fingerprint)
+    return jaxsub.measure(jaxsub.sublinear(loss, plan=plan), *args), plan
 
 
 def total_bytes(found: Measurement) -> int:
@@ -85,9 +95,11 @@ def largest(bytes_at: Callable[[int], int], memory: int, start: int) -> dict[int
 def searched(network: Network, way: str, memory: int) -> dict[str, Any]:
     """The largest batch of a network under one way, and what it executes for each image."""
     found: dict[int, Measurement] = {}
+    plan: jaxsub.Plan | None = None
 
     def bytes_at(batch: int) -> int:
-        found[batch] = measured(network, way, batch)
+        nonlocal plan
+        found[batch], plan = measured(network, way, batch, plan)
         return total_bytes(found[batch])
 
     seen = largest(bytes_at, memory, max(1, network.size["batch"] // 4))
