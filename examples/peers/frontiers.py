@@ -46,6 +46,13 @@ SHARES_OF_XLA = (0.5, 0.2)
 TOLERANCE = 0.003
 """A plan this little above a peer's FLOPs counts as level with it."""
 
+PUBLISHED = {
+    "resnet-50": ("MONeT (Shah et al. 2021), batch 184", 4.99 / 15.06, 1.12),
+    "resnet-152": ("OGC (Feng and Huang 2021), batch 16", 0.19, 1.37),
+    "densenet-201": ("OGC (Feng and Huang 2021), batch 16", 0.15, 1.53),
+}
+"""What papers report of these networks: the share of memory that was left, at how many times the plain step's time."""
+
 Point = tuple[float, float]
 
 
@@ -140,6 +147,11 @@ def flops_at(ours: list[Point], memory: float) -> float | None:
     return min((flops for need, flops in ours if need <= memory * (1 + TOLERANCE)), default=None)
 
 
+def memory_at(ours: list[Point], flops: float) -> float | None:
+    """The least memory of our points that execute no more than these FLOPs; `None` where none does."""
+    return min((need for need, cost in ours if cost <= flops * (1 + TOLERANCE)), default=None)
+
+
 def names(measured: Measured) -> list[str]:
     """The networks of the results, with their targets, that have a plain cell."""
     return [key.removesuffix("/peer/plain") for key in measured if key.endswith("/peer/plain")]
@@ -155,6 +167,11 @@ def table(measured: Measured) -> None:
             is_ahead = own is None or own > flops + TOLERANCE
             cell = "none measured" if own is None else f"{own:.3f}"
             print(f"| {label} | {memory:.3f} | {flops:.3f} | {f'**{cell}**' if is_ahead else cell} |")
+        if published := PUBLISHED.get(name.split("/")[1]):
+            label, memory, times = published
+            own = memory_at(ours, times)
+            beside = "none measured" if own is None else f"memory {own:.3f} at FLOPs of at most {times:.2f}"
+            print(f"| {label} | {memory:.3f} | {times:.3f} (time) | {beside} |")
         print("| jaxsub | " + " · ".join(f"{memory:.3f} at {flops:.3f}" for memory, flops in ours) + " | | |")
 
 
