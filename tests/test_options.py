@@ -1,6 +1,6 @@
 """What a run may save: the corners of the hull, what lies between them, and what is worth a mark."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +10,7 @@ from jaxsub.program import trace
 from jaxsub.stages import find_cuts
 
 WIDTHS = (8, 16, 24, 48, 96)
-ARGS = [jnp.ones(shape) for shape in zip(WIDTHS, WIDTHS[1:], strict=False)], jnp.ones((16, WIDTHS[0]))
+ARGS = [jnp.ones(shape) for shape in pairwise(WIDTHS)], jnp.ones((16, WIDTHS[0]))
 
 
 def loss(ws, x):
