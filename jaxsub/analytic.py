@@ -15,7 +15,7 @@ than half of it on the two-product MLP of a transformer; `probes` asks the compi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -77,8 +77,9 @@ def kept_bytes(traced: TracedRun) -> int:
 def kept_sizes(traced: TracedRun, most_bytes: float = math.inf) -> tuple[int, ...]:
     """Bytes of each of those values, largest first, as long as they are no more than `most_bytes` together."""
     returned = _bases(traced, filter(compat.is_var, traced.returned))
-    values = _read_again(traced) - set(traced.inputs) - returned
-    sizes = sorted((aval_bytes(v.aval) for v in values), reverse=True)
+    lives = _unwrapped(traced)
+    values = _read_again(traced, lives) - set(traced.inputs) - returned
+    sizes = sorted((aval_bytes(v.aval) for v in values for _ in range(1 + (v in lives.turned))), reverse=True)
     return tuple(size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= most_bytes)
 
 
@@ -108,21 +109,36 @@ def unread_inputs(traced: TracedRun) -> frozenset[int]:
 
     An input whose tanh a costly equation reads need not stand until the backward pass, for that reads the tanh.
     """
-    read = _read_again(traced)
+    read = _read_again(traced, _unwrapped(traced))
     return frozenset(i for i, v in enumerate(traced.inputs) if v not in read and not traced.weights[i])
 
 
-def _read_again(traced: TracedRun) -> set[Any]:
-    """The stored values that an unwrapped run's backward pass reads: inputs of the run, and what it makes.
+def unwrapped_bytes(traced: TracedRun) -> int:
+    """What both passes of an unwrapped run allocate, cotangents included, beside what it reads and returns."""
+    given = set(traced.inputs)
+    returned = {v for v in traced.returned if compat.is_var(v)}
+    made = zip(traced.backward_outputs, traced.function.differentiated, strict=True)
+    gradients = [v for v, i in made if traced.weights[i] and i not in traced.function.joined]
+    lives = _unwrapped(traced)
+    lives.free |= given | returned | set(filter(compat.is_var, gradients))
+    return lives.peak()
+
+
+def _unwrapped(traced: TracedRun) -> Lives:
+    """Lives in an unwrapped run, forward and then backward.
 
     Elementwise work is done again inside the fusions of the backward pass, except what is slow, such as tanh: what the
     forward pass reads of that is stored, and the backward pass reads it too.
     """
-    eqns, n = (*traced.forward, *traced.backward), len(traced.forward)
     alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
     cotangents = traced.backward_inputs[len(traced.residuals) :]
-    lives = Lives(eqns, (*traced.inputs, *cotangents), (*traced.returned, *traced.backward_outputs), (), alias,
-                  is_slow_stored=True)  # fmt: skip
+    return Lives((*traced.forward, *traced.backward), (*traced.inputs, *cotangents),
+                 (*traced.returned, *traced.backward_outputs), (), alias, is_slow_stored=True)  # fmt: skip
+
+
+def _read_again(traced: TracedRun, lives: Lives) -> set[Any]:
+    """The stored values that an unwrapped run's backward pass reads: inputs of the run, and what it makes."""
+    n = len(traced.forward)
     again = {v for v, position in lives.last.items() if position >= n}
     return again & {*traced.inputs, *(v for e in traced.forward for v in e.outvars)}
 
@@ -164,6 +180,8 @@ class Lives:
         self.last: dict[Any, int] = {}
         self.reads: list[frozenset[Any]] = []
         self._walk(outputs)
+        self.turned = self._copied(is_turned)
+        self.copied = self.turned | self._copied(is_summed)
 
     def _atom(self, atom: Any) -> Any:
         return self.alias.get(atom, atom)
@@ -196,6 +214,18 @@ class Lives:
         for v in filter(compat.is_var, outputs):  # a branch may return a literal
             self.last.update((r, end) for r in self.roots.get(self._atom(v), ()))
 
+    def _copied(self, is_laid_out: Callable[[Any, int], bool]) -> frozenset[Any]:
+        """What stands twice: some products read a copy that is laid out for them, and others read the value."""
+        readers: dict[Any, int] = {}
+        laid_out: set[Any] = set()
+        for eqn, reads in zip(self.eqns, self.reads, strict=True):
+            for root in reads if eqn.primitive.name not in VIEWS else ():
+                readers[root] = readers.get(root, 0) + 1
+            for place, atom in enumerate(eqn.invars if eqn.primitive.name == "dot_general" else ()):
+                if compat.is_var(atom) and is_laid_out(eqn, place):
+                    laid_out |= self.roots.get(self._atom(atom), frozenset())
+        return frozenset(v for v in laid_out - set(self.stored) if readers[v] > 1)
+
     def stores(self, eqn: Any) -> bool:
         """Whether an equation makes something that is stored, rather than read inside the fusion that reads it."""
         return any(self.roots[v] == frozenset([v]) for v in eqn.outvars)
@@ -218,7 +248,9 @@ class Lives:
         return peak
 
     def _bytes(self, v: Any) -> int:
-        return 0 if v in self.free or not hasattr(v.aval, "dtype") else aval_bytes(v.aval)
+        if v in self.free or not hasattr(v.aval, "dtype"):
+            return 0
+        return aval_bytes(v.aval) * (2 if v in self.copied else 1)
 
 
 def _is_fusible(eqn: Any) -> bool:
@@ -229,6 +261,17 @@ def _is_fusible(eqn: Any) -> bool:
         or eqn.primitive.name.startswith("scatter")
         or eqn.primitive.name in ("gather", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
     )
+
+
+def is_summed(eqn: Any, place: int) -> bool:
+    """Whether a product sums over several axes of an operand."""
+    return len(eqn.params["dimension_numbers"][0][place]) > 1
+
+
+def is_turned(eqn: Any, place: int) -> bool:
+    """Whether a batch of products does not read an operand as it lies: along the last axis, of the second the rows."""
+    summed, batched = eqn.params["dimension_numbers"]
+    return bool(batched[place]) and summed[place] != (eqn.invars[place].aval.ndim - 1 - place,)
 
 
 def _is_reduction(eqn: Any) -> bool:

@@ -88,6 +88,7 @@ class Stage:
         tail_seconds: `tail_flops` in seconds, where known.
         keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
         gradient_sizes: Bytes of gradients that its backward pass writes at once and that the program returns.
+        joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
     """
 
     start: int
@@ -107,6 +108,7 @@ class Stage:
     tail_seconds: float = 0.0
     keep_sizes: tuple[int, ...] = ()
     gradient_sizes: tuple[int, ...] = ()
+    joined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Shapes are those of the jaxpr: under `shard_map` that is one device's share.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,14 @@ def is_costly(eqn: Any) -> bool:
     if eqn.primitive.name in COSTLY:
         return True
     return any(is_costly(inner) for body in bodies_of(eqn) for inner in body.eqns)
+
+
+def primitives_in(eqn: Any) -> Iterator[str]:
+    """Names of the primitive of an equation and of those in programs inside it."""
+    yield eqn.primitive.name
+    for body in bodies_of(eqn):
+        for inner in body.eqns:
+            yield from primitives_in(inner)
 
 
 def bodies_of(eqn: Any) -> tuple[Any, ...]:

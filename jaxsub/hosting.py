@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxsub.graph import Graph
@@ -89,6 +90,35 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     costly = (node for node in graph.nodes[start:stop] if node.is_costly)
     weights = (graph.values[v] for node in costly for v in node.inputs if graph.values[v].producer is None)
     return tuple(w.n_bytes for w in weights if w.is_differentiated and len(w.consumers) == 1)
+
+
+def joined_bytes(graph: Graph, start: int, stop: int) -> int:
+    """Bytes of differentiated inputs that a run reads and others after it too: their gradients are sums.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    read = {v for node in graph.nodes[start:stop] for v in node.inputs}
+    return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
+
+
+def unfenced(chain: Chain) -> Chain:
+    """A chain without gradient barriers: contributions to a sum of gradients pile up until they are added.
+
+    Example:
+        >>> from jaxsub.chain import Chain, Stage
+        >>> stages = (Stage(0, 1, joined_bytes=8), Stage(1, 2, joined_bytes=8), Stage(2, 3))
+        >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
+        [8, 0, 0]
+    """
+    pile, stages = 0, []
+    for s in reversed(chain.stages):
+        own, kept = s.transient_bytes + pile, s.keep_transient_bytes + pile
+        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, joined_bytes=0))
+        pile += s.joined_bytes
+    return replace(chain, stages=tuple(reversed(stages))) if pile else chain
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:

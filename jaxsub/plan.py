@@ -20,6 +20,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.chain import Chain, Prediction, Run, check_runs, predict
+from jaxsub.hosting import unfenced
 from jaxsub.timeline import StageTimeline, stage_timeline
 from jaxsub.ways import Segment, Way, walk
 
@@ -297,12 +298,12 @@ def plan_from_runs(
         tuple(barriers),
         planner,
         predict(chain, runs),
-        predict(chain, chain.plain()),
+        predict(unfenced(chain), chain.plain()),
         is_optimal=is_optimal,
         lower_bound=lower_bound,
         loops=loops,
         timeline=stage_timeline(chain, runs),
-        plain_timeline=stage_timeline(chain, chain.plain()),
+        plain_timeline=stage_timeline(unfenced(chain), chain.plain()),
     )
 
 

@@ -20,8 +20,9 @@ from typing import Any
 from jaxsub import analytic, compat, probes
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
-from jaxsub.hosting import gradient_sizes, saved_sizes
-from jaxsub.loops import BranchChoice, LoopChoice, branch_choices, find_nested, loop_choices, with_loops
+from jaxsub.flops import primitives_in
+from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes
+from jaxsub.loops import LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.offload import require_memory, with_offloading
 from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_marking
 from jaxsub.plan import Plan
@@ -32,23 +33,20 @@ from jaxsub.spread import scaled
 from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
-from jaxsub.ways import Conditional, Loop, Way, is_like, walk
-
-NEAR_BYTES = 1.3
-"""Ways to run a loop that are said to need less than this share of another are compiled together with it."""
+from jaxsub.waycosts import Known, WayChoice, to_ask, way_bytes
+from jaxsub.ways import Conditional, Loop, Way, walk
 
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
 
-HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add"))
+HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add", "scan"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
-PROBES = 2  # raise it when a probe changes: prices that are stored come from another one
+PROBES = 3  # raise it when a probe changes: prices that are stored come from another one
 
 Kind = str
 Saved = tuple[int, ...] | Way
 """What of a run is priced: with what it saves, or how the loop runs that it is."""
-WayChoice = LoopChoice | BranchChoice
 Job = tuple[str, int, int, Saved]
 
 
@@ -135,27 +133,15 @@ class Pricer:
         return self._price(jobs) > 0
 
     def _loop_jobs(self, loop: Way) -> Iterator[Job]:
-        """The way a loop runs, and while that is not priced its rivals among those that run less again.
-
-        Two are those that need least, one that which runs least again and may need little more than the way.
-        """
-        used, run = replace(loop, node=0), (loop.node, loop.node + 1)
-        yield "loop", *run, used
-        if self._key("loop", *run, used) in self._prices:
-            return
+        """What to ask of the compiler for the way a loop or conditional runs."""
+        run = (loop.node, loop.node + 1)
         ways = self._ways.get(self._kind(*run), ())
-        chosen = next((w for w in ways if replace(w.loop, node=0) == used), None)
-        rivals = [
-            w
-            for w in ways
-            if chosen is not None and w.again_flops < chosen.again_flops
-            if self._key("loop", *run, replace(w.loop, node=0)) not in self._prices
-        ]
-        if chosen is not None and rivals:
-            near = [w for w in rivals if w.transient_bytes <= NEAR_BYTES * chosen.transient_bytes]
-            least = sorted(rivals, key=lambda w: w.transient_bytes)[:2]
-            cheapest = min(near, key=lambda w: w.again_flops, default=least[0])
-            yield from (("loop", *run, replace(w.loop, node=0)) for w in (*least, cheapest))
+        for what, way in to_ask(ways, replace(loop, node=0), self._said_of(*run)):
+            yield what, *run, way
+
+    def _said_of(self, start: int, stop: int) -> Known:
+        """What the compiler said of ways to run a loop or conditional."""
+        return lambda what, way: self._prices.get(self._key(what, start, stop, way))
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Single stages, and longer regions of kinds that occur more than once, or of few stages: worth a trace."""
@@ -204,7 +190,9 @@ class Pricer:
         return spent_inputs(self.program.graph, runs, {run: self._run(*run) for run in free})
 
     def _may_hoist(self, start: int, stop: int) -> bool:
-        return self.is_compiled and any(e.primitive.name in HOISTING for e in self._run(start, stop)[0].backward)
+        if not self.is_compiled:
+            return False
+        return any(name in HOISTING for eqn in self._run(start, stop)[0].backward for name in primitives_in(eqn))
 
     def _hoisted_bytes(self, start: int, stop: int) -> int:
         """What the compiler makes for a region before the program starts, and keeps until its backward pass."""
@@ -233,6 +221,7 @@ class Pricer:
             spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
             analytic.kept_sizes(self._run(start, stop)[0], 0 if is_last else keep - gone),
             gradient_sizes(graph, start, stop),
+            joined_bytes(graph, start, stop),
         )  # fmt: skip
 
     def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
@@ -285,15 +274,16 @@ class Pricer:
             self._ways[kind] = self._found_ways(stage.start)
         for way in self._ways[kind]:
             loop = replace(way.loop, node=0)
-            transient = self._loop_bytes(stage, way)
+            need = way_bytes(self._ways[kind], way, self._said_of(stage.start, stage.stop))
             spent = way.again_flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
             if isinstance(way, LoopChoice) or not way.is_region:
-                kept = min(way.kept_bytes, transient)
-                yield Option((), kept, transient, way.again_flops, spent, (loop,), way.again_flops, False, spent)
-            if transient < least_bytes and stage.stop < len(self.program.eqns):
-                least_bytes, flops = transient, stage.tail_flops + way.again_flops
+                yield Option((), need.kept, need.transient, way.again_flops, spent, (loop,), way.again_flops, False,
+                             spent)  # fmt: skip
+            if need.transient < least_bytes and stage.stop < len(self.program.eqns):
+                least_bytes, flops = need.transient, stage.tail_flops + way.again_flops
                 seconds = stage.tail_seconds + spent
-                yield Option((), 0, transient, flops, seconds, (loop,), way.again_flops, loop_seconds=spent)
+                yield Option((), need.hoisted, need.transient, flops, seconds, (loop,), way.again_flops,
+                             loop_seconds=spent)  # fmt: skip
 
     def _found_ways(self, node: int) -> tuple[WayChoice, ...]:
         if self.program.eqns[node].primitive.name == "cond":
@@ -317,20 +307,6 @@ class Pricer:
             if known is None and self.store is not None:
                 self.store.put(self._text(key), self._prices[key])
         return self._prices[key]
-
-    def _loop_bytes(self, stage: Stage, way: WayChoice) -> int:
-        """What the compiler said of a way to run a loop, or what it said of its likes to go by."""
-        key = self._key("loop", stage.start, stage.stop, replace(way.loop, node=0))
-        if key in self._prices:
-            return self._prices[key]
-        known = [
-            (w.transient_bytes - w.kept_bytes, self._prices[k] - w.kept_bytes)
-            for w in self._ways[key[1]]
-            if is_like(way.loop, w.loop)
-            if (k := self._key("loop", stage.start, stage.stop, replace(w.loop, node=0))) in self._prices
-        ]
-        scale = max((found / max(guess, 1) for guess, found in known), default=1.0)
-        return way.kept_bytes + int(max(scale, 0.0) * (way.transient_bytes - way.kept_bytes))
 
     def _backward_bytes(self, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """What a backward pass allocates by counting, once for all runs of a kind."""
@@ -358,10 +334,8 @@ class Pricer:
             return analytic.forward_bytes(traced)
         if what == "keep":
             return analytic.kept_bytes(traced)
-        if what == "unwrapped":
-            most_saving = self._run(start, stop)[1][-1]
-            added = self._backward_bytes(start, stop, most_saving.saved) - most_saving.saved_bytes
-            return max(0, analytic.kept_bytes(traced) + added)
+        if what in ("unwrapped", "last"):
+            return analytic.unwrapped_bytes(traced)
         return self._backward_bytes(start, stop, saved)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
@@ -408,6 +382,8 @@ class Pricer:
         return max(0, found.temp_bytes - probe.ballast_bytes)
 
     def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
+        program, doubles = self.program, self.target.platform == "cpu"
         if isinstance(saved, Loop | Conditional):
-            return probes.unwrapped_probe(with_loops(self.program, [replace(saved, node=start)]), start, stop)
-        return probes.probe(what, self.program, start, stop, saved, doubles=self.target.platform == "cpu")
+            what = "unwrapped" if what == "loop" else what
+            program, saved = with_loops(program, [replace(saved, node=start)]), ()
+        return probes.probe(what, program, start, stop, saved, doubles=doubles)

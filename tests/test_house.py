@@ -34,6 +34,7 @@ JAX_WING = (
     "probes",
     "regions",
     "loops",
+    "waycosts",
     "pricing",
     "emit",
     "wishes",

@@ -2,7 +2,7 @@
 
 `plain` leaves the program as it is. `barriers` puts a gradient barrier in front of every stage, so that the weight
 gradients of one stage are added up before the backward pass goes on: free at run time, and where weights are shared
-often a large saving. The chain's prediction is of the latter; without shared weights the two are the same.
+often a large saving. Without shared weights the two need the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxsub.chain import Chain
+from jaxsub.hosting import unfenced
 from jaxsub.plan import Plan
 from jaxsub.planners.fit import cheapest
 
@@ -34,7 +35,7 @@ class Plain:
         Raises:
             InfeasibleBudgetError: If the program is predicted not to fit.
         """
-        return cheapest(chain, [chain.plain()], budget_bytes, "plain").replace(barriers=())
+        return cheapest(unfenced(chain), [chain.plain()], budget_bytes, "plain").replace(barriers=())
 
 
 @dataclass(frozen=True, slots=True)

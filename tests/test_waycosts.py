@@ -1,0 +1,75 @@
+"""What ways to run loops cost: counted, then corrected by what the compiler said of them and their likes."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsub.loops import LoopChoice
+from jaxsub.planners import get
+from jaxsub.pricing import Pricer
+from jaxsub.program import trace
+from jaxsub.targets import get_target
+from jaxsub.verify import Verifier, cut_choices, settle
+from jaxsub.waycosts import WayBytes, to_ask, way_bytes
+from jaxsub.ways import Loop
+
+STEPS = LoopChoice(Loop(3, is_recomputed=True), 10, 30, 4.0)
+BLOCKS = tuple(LoopChoice(Loop(3, (size,)), kept, kept + 20, 8.0) for size, kept in ((4, 8), (8, 4)))
+WAYS = (STEPS, *BLOCKS)
+
+
+def said(**found):
+    """A compiler that was asked of blocks of 4 only."""
+    return lambda what, way: found.get(what) if way == Loop(0, (4,)) else None
+
+
+def test_what_nobody_measured_is_counted():
+    """Without a compiler the counted bytes hold, and nothing stands from the start."""
+    assert way_bytes(WAYS, STEPS, said()) == WayBytes(10, 30, 0)
+
+
+def test_what_was_measured_holds():
+    """What the compiler said of a way is what it costs; it keeps no more than it allocates."""
+    assert way_bytes(WAYS, BLOCKS[0], said(keep=16, loop=26, hoist=7)) == WayBytes(16, 26, 7)
+    assert way_bytes(WAYS, BLOCKS[0], said(keep=40, loop=26)) == WayBytes(26, 26, 0)
+
+
+def test_likes_are_scaled_and_others_are_not():
+    """Twice the kept and half the rest of blocks of 4 are twice and half of blocks of 8, and say nothing of steps."""
+    known = said(keep=16, loop=26, hoist=7)
+    assert way_bytes(WAYS, BLOCKS[1], known) == WayBytes(8, 18, 7)
+    assert way_bytes(WAYS, STEPS, known) == WayBytes(10, 30, 0)
+
+
+def test_rivals_are_asked_for_once():
+    """A way that was never measured is asked for with those that run less again; a measured one alone."""
+    assert set(to_ask(WAYS, Loop(0, (4,)), said())) == {
+        *((what, Loop(0, (4,))) for what in ("keep", "loop", "hoist")),
+        *((what, Loop(0, is_recomputed=True)) for what in ("keep", "loop")),
+    }
+    assert {way for _, way in to_ask(WAYS, Loop(0, (4,)), said(loop=26))} == {Loop(0, (4,))}
+
+
+def test_less_for_loops_is_less_in_truth(tmp_path):
+    """Four loops one after another: plans within less and less are within less and less, as the compiler counts.
+
+    A loop that a region runs again has zeros of its own to fill, and the compiler makes them when the program starts.
+    """
+
+    def loss(ws, x):
+        for w in ws:
+            x = jax.lax.scan(lambda c, _, w=w: (jnp.tanh(c @ w) + 0.1 * c, None), x, None, length=4)[0]
+        return jnp.mean(x**2)
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    program = trace(loss, ([square] * 4, jax.ShapeDtypeStruct((512, 16), jnp.float32)), {}, argnums=0)
+    pricer = Pricer(program, get_target("cpu"))
+    verifier, needed = Verifier(pricer), []
+    plain_bytes = verifier.plain().measurement.temp_bytes
+    for share in (0.7, 0.5, 0.35):
+        plan = settle(pricer, cut_choices(program)[0], get("auto"), int(share * plain_bytes))
+        needed.append(verifier.measure(plan).temp_bytes)
+        assert plan.prediction.temp_bytes == pytest.approx(needed[-1], rel=0.3)
+    assert all(more > less for more, less in pairwise(needed))
