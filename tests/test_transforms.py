@@ -587,11 +587,11 @@ def test_cotangents_of_what_is_no_float():
     assert small.plan(W, 3).n_regions > 0
     for take in (
         lambda f: jax.vjp(f, W, 3)[1](cotangents),
-        lambda f: jax.grad(lambda *a: f(*a)[0], (0, 1), allow_int=True)(W, jnp.int32(3)),
+        lambda f: jax.grad(lambda *args: f(*args)[0], (0, 1), allow_int=True)(W, jnp.int32(3)),
         lambda f: jax.jvp(f, (W, jnp.int32(3)), (W, nothing)),
         lambda f: jax.linearize(f, W, jnp.int32(3))[1](W, nothing),
     ):
-        found, wanted = ([np.asarray(a) for a in jax.tree.leaves(take(g))] for g in (small, f))
+        found, wanted = (list(map(np.asarray, jax.tree.leaves(take(g)))) for g in (small, f))
         assert [a.dtype for a in found] == [a.dtype for a in wanted]
         same([a for a in found if a.dtype != jax.dtypes.float0], [a for a in wanted if a.dtype != jax.dtypes.float0])
 

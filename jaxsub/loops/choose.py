@@ -34,7 +34,7 @@ from jaxsub.loops.rotate import best_place, rotated
 from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
 from jaxsub.stages import FEW_COSTLY
-from jaxsub.ways import Inside, Loop
+from jaxsub.ways import Inside, Loop, walk
 
 RATIOS = (math.sqrt(2), 2.0, 4.0)
 """Between neighbouring sizes of blocks that are tried, for one, two and three levels of blocks."""
@@ -116,7 +116,8 @@ def loop_choices(
     found: list[LoopChoice] = []
     for body in _bodies(program, node, step_bytes, body_chain):
         sizes = _block_sizes(body.length)
-        whole = _pareto([_choice(body, step, blocks, 0, body.plain) for step in body.steps for blocks in sizes])
+        ways = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
+        whole = _pareto([_choice(body, step, blocks, 0, body.plain) for step, blocks in ways])
         found += whole
         for c in whole:
             if len(c.loop.blocks) == 1 or (not c.loop.blocks and c.loop.is_recomputed):
@@ -242,6 +243,26 @@ def _near(size: float, length: int) -> int:
     wanted = min(max(size, 2.0), max(length / 2, 2.0))
     divisors = [d for d in range(2, length) if length % d == 0 and 0.66 < d / wanted < 1.5]
     return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=round(wanted))
+
+
+def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
+    """Whether names stand in regions inside others, which `jax_remat3` executes again all the same."""
+    if compat.remat_flavour() == "remat2":
+        return False
+    inside: Inside = step.fields["inside"]
+    is_region = bool(step.fields.get("is_recomputed"))
+    return bool(blocks and step.fields.get("saved")) or ((bool(blocks) or is_region) and _names(inside))
+
+
+def _names(inside: Inside) -> bool:
+    """Whether anything in a body or branch is saved by name."""
+    inner = [i for way in inside.ways for i in ((way.inside,) if isinstance(way, Loop) else way.branches)]
+    loops = (way for way in inside.ways if isinstance(way, Loop))
+    return (
+        any(segment.saved for segment in walk(inside.segments))
+        or any(loop.saved or loop.kept_saved for loop in loops)
+        or any(map(_names, inner))
+    )
 
 
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
