@@ -174,6 +174,50 @@ def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[
     return jex_core.Jaxpr((), tuple(invars), tuple(outvars), list(eqns), effects=effects, debug_info=debug)
 
 
+def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Equations in which an array is taken apart slice by slice, each in front of what reads it first.
+
+    From 0.12 on JAX takes an array that is iterated over apart by one equation, `unstack`; before by slices. All its
+    parts would then cross every cut between what stands before and what stands after the equation.
+    """
+    if not any(eqn.primitive.name == "unstack" for eqn in eqns):
+        return list(eqns)
+    parts: dict[Any, tuple[Any, int]] = {}
+    found: list[Any] = []
+
+    def take(atoms: Sequence[Any]) -> None:
+        for var in dict.fromkeys(a for a in atoms if is_var(a)):
+            if var in parts:
+                eqn, i = parts.pop(var)
+                take(eqn.invars)
+                found.extend(_slice_eqns(eqn, i, var))
+
+    for eqn in eqns:
+        if eqn.primitive.name == "unstack":
+            parts.update((var, (eqn, i)) for i, var in enumerate(eqn.outvars))
+        else:
+            take(eqn.invars)
+            found.append(eqn)
+    take(outvars)
+    return found
+
+
+def _slice_eqns(eqn: Any, i: int, var: Any) -> list[Any]:
+    """The equations that make one part of what an `unstack` takes apart."""
+    axis = eqn.params["axis"]
+    traced = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False))(shape_of(eqn.invars[0].aval))
+    jaxpr = open_jaxpr(traced)
+    names = {jaxpr.invars[0]: eqn.invars[0], jaxpr.outvars[0]: var}
+    return [
+        inner.replace(
+            invars=[names.get(a, a) if is_var(a) else a for a in inner.invars],
+            outvars=[names.get(v, v) for v in inner.outvars],
+            source_info=eqn.source_info,
+        )
+        for inner in jaxpr.eqns
+    ]
+
+
 def open_jaxpr(closed: Any) -> Any:
     """The open jaxpr of a closed one, an open one itself; one class from 0.11 on, where `.jaxpr` is the same object."""
     return getattr(closed, "jaxpr", closed)

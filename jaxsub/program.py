@@ -193,6 +193,7 @@ def flatten_jaxpr(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[An
     for eqn in jaxpr.eqns:
         _inline(eqn, env, eqns, hoisted, caller=None)
     outvars = [_read(env, a) for a in jaxpr.outvars]
+    eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
 
 
