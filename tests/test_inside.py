@@ -163,7 +163,7 @@ def test_a_deep_branch_is_planned(index):
         branches = [lambda x: deep(ws, x), lambda x: jnp.sin(x @ ws[0])]
         return jnp.mean(lax.switch((x[0, 0] < 0).astype(int), branches, x) ** 2)
 
-    ws, x = list(random.normal(random.key(0), (10, 16, 16)) / 4), jnp.full((256, 16), 0.5 - index)
+    ws, x = random.normal(random.key(0), (10, 16, 16)) / 4, jnp.full((256, 16), 0.5 - index)
     plain = jaxsub.measure(f, ws, x, argnums=(0, 1)).temp_bytes
     g = jaxsub.sublinear(f, budget=0.45, argnums=(0, 1), progress=False)
     assert any(isinstance(way, Conditional) for way in g.plan(ws, x).loops)
@@ -177,7 +177,7 @@ def layers(ws, x):
 
 def test_a_deep_body_is_planned_inside():
     """A loop of three steps of ten layers fits where running whole steps again does not."""
-    args = ([jnp.zeros((3, 16, 16)) + jnp.eye(16)] * 10, jnp.ones((256, 16)))
+    args = (jnp.zeros((3, 10, 16, 16)) + jnp.eye(16), jnp.ones((256, 16)))
     program = trace(layers, args, {}, argnums=(0, 1))
     (node,) = find_loops(program)
     whole = Plan(program.fingerprint, Budget(), len(program.eqns), loops=(Loop(node, (), True),))
