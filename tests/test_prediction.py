@@ -140,3 +140,19 @@ def test_a_gradient_that_joins_a_sum_is_counted_once(store):
         if n_weights == 1:
             assert predicted[0] / Verifier(pricer).measure(plan).temp_bytes == pytest.approx(1, abs=0.05)
     assert predicted[0] >= predicted[1] + 0.9 * 256 * 256 * 4
+
+
+def test_a_product_that_sums_over_two_axes_reads_a_copy():
+    """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    w, transients = jax.ShapeDtypeStruct((16, 16), jnp.float32), []
+    for shape in ((256, 16), (8, 32, 16)):
+        program = trace(loss, ([w] * 6, jax.ShapeDtypeStruct(shape, jnp.float32)), {}, argnums=0)
+        chain = Pricer(program, CPU, is_compiled=False).chain(cut_choices(program)[0])
+        transients.append(chain.stages[2].transient_bytes)
+    assert transients[1] - transients[0] == 256 * 16 * 4
