@@ -164,8 +164,8 @@ def table(measured: Measured) -> None:
         print(f"\n{name}\n| peer | memory | FLOPs | jaxsub, FLOPs at that memory |\n|---|---|---|---|")
         for label, (memory, flops) in sorted(peers.items(), key=lambda peer: -peer[1][0]):
             own = flops_at(ours, memory)
-            is_ahead = own is None or own > flops + TOLERANCE
-            cell = "none measured" if own is None else f"{own:.3f}"
+            is_ahead = bool(ours) and (own is None or own > flops + TOLERANCE)
+            cell = f"{own:.3f}" if own is not None else "needs more" if ours else "not measured yet"
             print(f"| {label} | {memory:.3f} | {flops:.3f} | {f'**{cell}**' if is_ahead else cell} |")
         if published := PUBLISHED.get(name.split("/")[1]):
             label, memory, times = published
@@ -181,7 +181,8 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
     for name in names(measured):
         peers, ours = relative(measured, name)
         fig, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        ax.plot(*zip(*ours, strict=True), color="#0072b2", marker="o", label="jaxsub", zorder=3)
+        memory, flops = zip(*ours, strict=True) if ours else ((), ())
+        ax.plot(memory, flops, color="#0072b2", marker="o", label="jaxsub", zorder=3)
         for label, (memory, flops) in peers.items():
             ax.plot(memory, flops, "x", color="#8a8a8a")
             ax.annotate(label, (memory, flops), xytext=(4, 3), textcoords="offset points", fontsize=7)
