@@ -177,7 +177,7 @@ class Pricer:
             names = ("forward", "last") if is_last else ("forward", "keep", "unwrapped")
             jobs += [(name, start, stop, ()) for name in names]
             if not is_last and self._may_hoist(start, stop):
-                jobs.append(("hoist", start, stop, ()))
+                jobs.append(("hoisted", start, stop, ()))
             if not is_last:
                 jobs += [("backward", start, stop, c.saved) for c in self._run(start, stop)[1]]
         last = len(self.program.eqns)
@@ -196,7 +196,7 @@ class Pricer:
 
     def _hoisted_bytes(self, start: int, stop: int) -> int:
         """What the compiler makes for a region before the program starts, and keeps until its backward pass."""
-        return self._bytes("hoist", start, stop, ()) if self._may_hoist(start, stop) else 0
+        return self._bytes("hoisted", start, stop, ()) if self._may_hoist(start, stop) else 0
 
     def _stage(self, start: int, stop: int, spent_inputs: tuple[int, ...]) -> Stage:
         graph = self.program.graph

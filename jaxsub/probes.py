@@ -41,7 +41,7 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
     """The probe of a name.
 
     Args:
-        what: `forward`, `last`, `hoist`, `keep`, `held` (`keep` with inputs made inside), `unwrapped` or `backward`.
+        what: `forward`, `last`, `hoisted`, `keep`, `held` (`keep` with inputs made inside), `unwrapped` or `backward`.
         program: The program.
         start: The run's first node.
         stop: The node after its last.
@@ -52,7 +52,7 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
         return forward_probe(program, start, stop)
     if what == "last":
         return last_probe(program, start, stop, saved)
-    if what == "hoist":
+    if what == "hoisted":
         return hoist_probe(program, start, stop, doubles=doubles)
     if what == "unwrapped":
         return unwrapped_probe(program, start, stop)
@@ -146,7 +146,7 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
 
     What stands beside the ballast waits for nothing: index arrays and zeros that the compiler makes for a scatter, say.
     It makes them when the program starts, and they stand until the run's backward pass. What becomes the gradient of a
-    weight lies in its output's place from the start.
+    weight that is looked up in lies in its output's place from the start.
 
     Args:
         program: The program.
@@ -156,6 +156,8 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
     """
     function = run_function(program, start, stop)
     region = jax.checkpoint(function.call)
+    nodes = program.graph.nodes[start:stop]
+    looked_up = frozenset(n.inputs[0] for n in nodes if n.primitive == "gather" and n.inputs)
     avals = read_avals(program, function)
     outs = jax.eval_shape(function.call, *avals)[0]
 
@@ -164,7 +166,7 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
         *inputs, ballast = jax.lax.optimization_barrier((*inputs, ballast))
         results, pullback = vjp_of(function, region, inputs)
         cts = _fill([(r.shape, r.dtype) for r in results], jax.lax.dynamic_slice(ballast, (0,), (max(len(outs), 1),)))
-        return _finish(program, function, pullback(tuple(cts)))
+        return _finish(program, function, pullback(tuple(cts)), is_summed=True, apart=looked_up)
 
     return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
 
@@ -218,13 +220,17 @@ def _sums(function: RunFunction, avals: Sequence[Any]) -> list[Any]:
 
 
 def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], sums: Sequence[Any] = (), *,
-            is_summed: bool = False) -> Any:  # fmt: skip
-    """Weights' gradients, added to the sums given, as outputs; activations' cotangents held with them, then summed."""
+            is_summed: bool = False, apart: frozenset[int] = frozenset()) -> Any:  # fmt: skip
+    """Weights' gradients, added to the sums given, as outputs; activations' cotangents held with them, then summed.
+
+    With `is_summed` gradients of weights are summed too, those of `apart` left out.
+    """
     earlier = iter(sums)
     gradients = [next(earlier) + g if sums and i in function.joined else g
                  for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
     gradients = jax.lax.optimization_barrier(tuple(gradients))
     values = [program.graph.values[function.reads[i]] for i in function.differentiated]
-    weights = [g for g, v in zip(gradients, values, strict=True) if v.producer is None and not is_summed]
-    others = [g for g, v in zip(gradients, values, strict=True) if v.producer is not None or is_summed]
+    is_out = [v.producer is None and (not is_summed or v.index in apart) for v in values]
+    weights = [g for g, goes_out in zip(gradients, is_out, strict=True) if goes_out]
+    others = [g for g, goes_out in zip(gradients, is_out, strict=True) if not goes_out]
     return weights, sum((jnp.sum(g).astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))

@@ -2,7 +2,7 @@
 
 Ways go in, with a table of what the compiler said so far; out come bytes. Three things are asked of it for a way: what
 it keeps between its passes (`keep`), what both passes allocate (`loop`), and what the compiler makes for it when the
-program starts, where it is a region (`hoist`): the zeros that a loop begins to fill wait for nothing, and a
+program starts, where it is a region (`hoisted`): the zeros that a loop begins to fill wait for nothing, and a
 loop that is executed again in the backward pass has its own, which stand until then.
 """
 
@@ -19,7 +19,7 @@ NEAR_BYTES = 1.3
 
 WayChoice = LoopChoice | BranchChoice
 Known = Callable[[str, Way], int | None]
-"""What the compiler said: of `keep`, `loop` or `hoist`, and a way whose node is 0; `None` where it was not asked."""
+"""What the compiler said: of `keep`, `loop` or `hoisted`, and a way whose node is 0; `None` where it was not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def way_bytes(ways: Sequence[WayChoice], way: WayChoice, known: Known) -> WayByt
                if (t := said("loop", w)) is not None]  # fmt: skip
         scale = max((found / max(guess, 1) for guess, found in own), default=1.0)
         transient = kept + int(max(scale, 0.0) * (way.transient_bytes - way.kept_bytes))
-    hoisted = said("hoist", way)
+    hoisted = said("hoisted", way)
     if hoisted is None:
-        hoisted = max((h for w in alike if (h := said("hoist", w)) is not None), default=0)
+        hoisted = max((h for w in alike if (h := said("hoisted", w)) is not None), default=0)
     return WayBytes(min(kept, transient), transient, hoisted)
 
 
@@ -75,7 +75,7 @@ def to_ask(ways: Sequence[WayChoice], used: Way, known: Known) -> Iterator[tuple
         used: The way, its node 0.
         known: What the compiler said.
     """
-    yield from ((what, used) for what in ("keep", "loop", "hoist"))
+    yield from ((what, used) for what in ("keep", "loop", "hoisted"))
     chosen = next((w for w in ways if replace(w.loop, node=0) == used), None)
     if chosen is None or known("loop", used) is not None:
         return
