@@ -5,10 +5,11 @@ Each function says which versions need it, so that it can go when they do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 try:
     from jax._src import ad_checkpoint, source_info_util
     from jax._src import config as jax_config
+    from jax._src import core as jax_core
 except ImportError:  # private: may go in any version
-    ad_checkpoint = jax_config = source_info_util = None  # type: ignore[assignment]
+    ad_checkpoint = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
 
 # Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
 NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
@@ -251,6 +253,27 @@ def names_axes(jaxpr: Any) -> bool:
     """Whether a jaxpr means something only under named axes: those of `shard_map`, or of `vmap` with collectives."""
     varies = (getattr(getattr(v.aval, "manual_axis_type", None), "varying", ()) for v in open_jaxpr(jaxpr).invars)
     return any(type(e).__name__ == "NamedAxisEffect" for e in jaxpr.effects) or any(varies)
+
+
+def axes_in_scope() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What names axes now, inside `shard_map` or `vmap`, as a context to trace in later, when that is over.
+
+    The sizes of named axes have no public counterpart; without them only the mesh is entered again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = tuple(jax_core.get_axis_env().axis_sizes.items()) if hasattr(jax_core, "get_axis_env") else ()
+
+    checked = getattr(jax_config, "_check_vma", None)  # whether `shard_map` looks at the axes that values vary over
+    is_checked = checked.value if checked is not None else False
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        named = jax_core.extend_axis_env_nd(sizes) if sizes else contextlib.nullcontext()
+        looked_at = checked(is_checked) if checked is not None else contextlib.nullcontext()
+        with jax.sharding.use_abstract_mesh(mesh), named, looked_at:
+            yield
+
+    return again
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:

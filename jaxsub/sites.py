@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxsub import compat
 from jaxsub.plan import Plan
 from jaxsub.planning import Settings, can_plan, make_plan, untouched
 from jaxsub.program import Program
@@ -33,6 +34,7 @@ class Site:
         settings: How it was asked to plan.
         own: The plan it has when nothing is asked of the whole step: within its own budget, or the plain program.
         is_sized: Whether the step may plan it: not with a plan or mirror counts of the user's own.
+        axes: The named axes that it stands in, to be entered again to plan it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Site:
     settings: Settings
     own: Plan
     is_sized: bool
+    axes: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +75,7 @@ def _site(name: str, program: Program, settings: Settings) -> Site:
     is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
     own = make_plan(program, settings) if is_fixed or is_bounded else untouched(program)
-    return Site(name, program, settings, own, not is_fixed and can_plan(program))
+    return Site(name, program, settings, own, not is_fixed and can_plan(program), compat.axes_in_scope())
 
 
 def current() -> Trial | None:

@@ -83,7 +83,8 @@ class Ladder:
     @property
     def top_bytes(self) -> int:
         """What the function's own plan is predicted to need."""
-        own = self.site.own.prediction or get("plain")(self.pricer.chain(self.cuts[0]), None).prediction
+        with self.site.axes():
+            own = self.site.own.prediction or get("plain")(self.pricer.chain(self.cuts[0]), None).prediction
         return own.temp_bytes if own is not None else 0
 
     def at(self, n_bytes: float) -> Plan:
@@ -106,7 +107,8 @@ class Ladder:
 
     def _settled(self, pricer: Pricer, cuts: tuple[int, ...], n_bytes: float | None) -> Plan:
         planner = once(self.site.program, get(self.site.settings.planner))
-        return settle(pricer, cuts, planner, None if n_bytes is None else max(1, int(n_bytes)))
+        with self.site.axes():
+            return settle(pricer, cuts, planner, None if n_bytes is None else max(1, int(n_bytes)))
 
 
 def predicted(plan: Plan) -> int:

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import models
@@ -228,3 +229,23 @@ def test_gpt_on_eight_h100s_that_are_not_there(kind):
     assert found.measurement.temp_bytes <= plain.temp_bytes // 2
     n_bytes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(part)) for part in (params, tokens)]
     assert (found.measurement.argument_bytes < sum(n_bytes) / 2) == (kind != "data")
+
+
+def test_a_step_with_shard_map_is_measured():
+    """Inside shard_map a function cannot be compiled alone; jaxsub.jit confirms its plans on the whole step."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jax.lax.pmean(jnp.mean(x**2), "d")
+
+    def step_of(f):
+        spread = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+        return lambda ws, x: jax.tree.map(lambda w, g: w - g, ws, jax.grad(spread)(ws, x))
+
+    args = [jnp.eye(32) * 0.9] * 12, jnp.ones((512, 32))
+    step = jaxsub.jit(step_of(jaxsub.sublinear(loss)), memory=0.7, cache=False, progress=False)
+    report = step.report(*args)
+    assert report.step_bytes <= report.memory_bytes < report.plain_bytes
+    chex.assert_trees_all_close(step(*args), jax.jit(step_of(loss))(*args), rtol=1e-6)
