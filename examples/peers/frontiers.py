@@ -40,7 +40,7 @@ from peers import by_xla, nested_scan, planners  # noqa: E402
 from records import Cell, Measured, fill, load, options, picked  # noqa: E402
 
 BUDGETS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.8, 0.6, 0.4, 0.25, 0.07, 0.05)
-QUICK_BUDGETS = (0.5,)
+QUICK_BUDGETS = (0.3,)
 SHARES_OF_XLA = (0.5, 0.2)
 """What XLA's own pass is given, as shares of the plain gradient's memory."""
 TOLERANCE = 0.003
