@@ -176,7 +176,8 @@ def _may_verify(program: Program, settings: Settings) -> bool | None:
         "outside of them, so its plan cannot be measured."
     )
     if settings.verify:
-        raise UnsupportedError(f"{told} Put sublinear round the shard_map or vmap, or pass verify=False.")
+        raise UnsupportedError(f"{told} Put sublinear round the shard_map or vmap, let jaxsub.jit(memory=...) "
+                               "measure the whole step, or pass verify=False.")  # fmt: skip
     if settings.budget != Budget():
         warnings.warn(f"{told} The plan keeps to the budget by prediction; pass verify=False to say so.", stacklevel=2)
         return False
