@@ -52,6 +52,9 @@ LONG_SECONDS = 10.0
 NAMED_HOLDERS = 4
 """How many of what stands at the peak are named where nothing fits."""
 
+NEARLY, TRIVIAL = 1e-3, 1e-4
+"""Shares of the least predicted peak: plans that need as much more are tried before the one with the least."""
+
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
 
@@ -166,17 +169,18 @@ class Verifier:
         return found
 
 
-def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: int | None) -> Plan:
+def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: int | None,
+           slack: float = 0.0) -> Plan:  # fmt: skip
     """Ask a planner until every region it uses has a true price.
 
-    A planner that says nothing fits is asked for the least it knows.
+    A planner that says nothing fits is asked for its least, or a share more: last bytes can cost a forward pass.
     """
     for _ in range(REFINEMENTS):
         chain = pricer.chain(cuts)
         try:
             plan = planner(chain, budget_bytes)
         except InfeasibleBudgetError as error:
-            plan = planner(chain, error.least_bytes)
+            plan = planner(chain, int(error.least_bytes * (1 + slack)))
         if not pricer.refine(plan):
             break
     return plan
@@ -224,16 +228,22 @@ class _Search:
     def run(self, cuts: Sequence[int], limit: int) -> bool:
         """Move the inner budget until a plan fits and leaves little; say whether any fitted."""
         inner, low, high = float(self.budget_bytes), None, None
-        aim, worst, before = self.budget_bytes * (1 - MARGIN), -float(self.budget_bytes), None
+        aim, worst, before, slack = self.budget_bytes * (1 - MARGIN), -float(self.budget_bytes), None, NEARLY
         for _ in range(2 * MOST_COMPILES):
-            plan = settle(self.verifier.pricer, cuts, self.planner, max(1, int(inner)))
+            asked = max(1, int(inner))
+            plan = settle(self.verifier.pricer, cuts, self.planner, asked, slack)
             predicted = plan.prediction.temp_bytes if plan.prediction else 0
+            if plan.segments == before and low is None and predicted < asked:
+                inner = predicted - NEARLY * self.budget_bytes  # the same plan for less: ask for another
+                continue
             inner = max(inner, predicted)
             is_new = not self.verifier.is_known(plan)
             if (is_new and self.verifier.compiles >= limit) or plan.segments == before:
                 break
             before = plan.segments
             needed = self.try_(plan).temp_bytes
+            if needed > self.budget_bytes and predicted > asked:
+                slack = TRIVIAL if slack == NEARLY else 0.0
             worst = max(worst, needed - predicted)
             if needed <= self.budget_bytes:
                 low = max(low, (inner, needed)) if low else (inner, needed)
@@ -295,7 +305,7 @@ def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Seq
         except InfeasibleBudgetError:
             pays = False
         return finer if pays else cuts
-    return min(least, key=lambda found: found[0])[1]
+    return next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
 
 
 def _share_again(plan: Plan) -> float:

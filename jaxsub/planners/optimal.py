@@ -40,7 +40,7 @@ KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
 FAR = 2  # times the budget is too far for the scale of what outputs may host to do for the budget too
-STRIDE = 8  # steps of the tables are looked at first where outputs may host much
+LONG = 64  # from so many stages on not every step of the tables is looked at first where outputs may host much
 CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 
@@ -135,11 +135,12 @@ class Solution:
     def _cheapest(self, rung: int, budget_bytes: int, reach: int) -> list[tuple[tuple[Run, ...], Prediction]]:
         """The cheapest runs of one scale that are predicted to fit, in a list; none where none do.
 
-        Where outputs may host much, many steps lie between the budget and `reach`: every eighth is looked at, at fixed
-        places, then those above the first that fits.
+        Where outputs may host much, many steps lie between the budget and `reach`. Of a long chain some are looked at,
+        at fixed places, then those above the first that fits. Their distance is odd: what outputs can host may change
+        with every second or fourth step, and steps of one kind alone would hide those that fit.
         """
-        above = reach * HEADROOM
-        for stride in (1,) if reach == budget_bytes else (STRIDE, 1):
+        above, coarse = reach * HEADROOM, 2 * (len(self.chain.stages) // LONG) + 1
+        for stride in (1,) if reach == budget_bytes else dict.fromkeys((coarse, 1)):
             for runs, prediction, n_bytes in self._steps(rung, above, stride=stride):
                 if prediction.temp_bytes <= budget_bytes:
                     if stride == 1:
