@@ -36,15 +36,16 @@ from records import MIB, Cell, Measured, fill, load
 
 POLICIES = jax.checkpoint_policies
 RESULTS = Path(__file__).parent / "results" / "flax"
+ROUNDING = 1e-3  # the compiler's packing moves some kilobytes: what fits this closely takes the same memory
 STEPS = {"toy": 3, "trained": 20, "full": 0}
 COMMANDS = {"toy": "--toy", "trained": "", "full": "--full"}
 HEADER = """# Flax's own example models under budgets
 
 `python examples/flax_models.py --table > examples/results/flax/README.md` makes this page of the JSON files here; the
 command above each table measured them. MiB are what the compiler allocates for value and gradient beside arguments and
-outputs; FLOPs are those it counts. A row of jaxsub stands at the memory of a row by hand, or says the least it knows.
-Losses are those of the first and the last of 20 steps, on one random batch; `apart` is the largest relative difference
-from the plain ones in any step.
+outputs; FLOPs are those it counts. A row of jaxsub stands at the memory of a row by hand, to a
+thousandth, or says the least it knows. Losses are those of the first and the last of 20 steps, on one random batch;
+`apart` is the largest relative difference from the plain ones in any step.
 """
 WAYS_BY_HAND = {"toy": 0, "trained": 1, "full": 7}
 
@@ -136,10 +137,11 @@ class Comparison:
         return self.cell(way, make)
 
     def ours(self, budget: int) -> Cell:
-        """The loss under a budget, trained; or the least that jaxsub knows where that is more."""
+        """The loss under a budget, up to `ROUNDING`, trained; or the least that jaxsub knows where that is more."""
 
         def make() -> dict[str, Any]:
-            wrap = partial(self.case.sublinear, budget=budget, target=self.target, verify=self.size != "toy")
+            limit, verify = int(budget * (1 + ROUNDING)), self.size != "toy"
+            wrap = partial(self.case.sublinear, budget=limit, target=self.target, verify=verify)
             try:
                 found = measured(self.case, self.case.build(wrap), STEPS[self.size], self.target)
             except jaxsub.InfeasibleBudgetError as error:
