@@ -1,5 +1,6 @@
 """Policies: data with names, JAX's protocol where it suffices, and what is saved counted in the residuals."""
 
+import dataclasses
 import re
 
 import chex
@@ -337,6 +338,19 @@ OTHERS = [
     checkpoint_policies.save_from_both_policies(saves_products, checkpoint_policies.save_only_these_names("layer_0")),
     saves_tanh,
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeps:
+    names: frozenset
+
+    def __call__(self, primitive, *_, name=None, **__):
+        return name in self.names
+
+
+def test_a_set_of_names_is_told_in_the_same_words_in_every_process():
+    """How a set prints differs from process to process, and workers that collect the same tests must agree."""
+    assert policies.label(Keeps(frozenset("cab"))) == "Keeps(names=['a', 'b', 'c'])"
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=lambda p: f"{OTHERS.index(p)}-{policies.label(p)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -78,6 +79,10 @@ def label(policy: Policy | JaxPolicy) -> str:
     function = getattr(getattr(policy, "func", policy), "__qualname__", "")
     if function:
         return str(function).split(".<locals>")[0]
+    if is_dataclass(policy) and (told := {f.name: getattr(policy, f.name) for f in fields(policy)}):
+        # a set is told in order: the same words in every process
+        words = (f"{name}={sorted(v) if isinstance(v, frozenset) else v!r}" for name, v in told.items())
+        return f"{type(policy).__name__}({', '.join(words)})"
     return type(policy).__name__ if " at 0x" in repr(policy) else repr(policy)
 
 
