@@ -21,6 +21,8 @@ import jaxsub
 from jaxsub.flops import jaxpr_flops
 from jaxsub.targets import Target
 
+Count = Callable[[Callable, tuple[Any, ...]], float | None]
+
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
@@ -51,11 +53,51 @@ def convolutions_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name == "conv_general_dilated"
 
 
-def compiled(fun: Callable, args: tuple[Any, ...], target: str | Target | None = None) -> dict[str, Any]:
-    """Bytes of the compiled gradient for a target, its FLOPs, and how long the compile took."""
+def device(target: str) -> str | None:
+    """What `jaxsub` calls a target; the CPU is where it runs."""
+    return None if target == "cpu" else target
+
+
+def compiled(
+    fun: Callable, args: tuple[Any, ...], target: str | Target | None = None, count: Count | None = None
+) -> dict[str, Any]:
+    """Bytes of the compiled gradient for a target, its FLOPs, and how long the compile took.
+
+    Args:
+        fun: The function.
+        args: Its arguments.
+        target: What to compile for; `None` for the CPU.
+        count: Counts FLOPs where the target's compiler does not; `None` for the CPU's compiler.
+    """
     found = jaxsub.measure(fun, *args, target=target)
-    counted = found if found.flops is not None else jaxsub.measure(fun, *args)
-    return {"bytes": found.temp_bytes, "flops": counted.flops, "compile_seconds": found.compile_seconds}
+    return figures(found, fun, args, count)
+
+
+def within(
+    fun: Callable, args: tuple[Any, ...], budget: float, target: str | None = None, count: Count | None = None
+) -> dict[str, Any]:
+    """The same of a function under a budget, and what its plan says; the least known where the budget is refused."""
+    try:
+        plan = jaxsub.plan(fun, *args, budget=budget, target=target, progress=False)
+    except jaxsub.InfeasibleBudgetError as refusal:
+        return {"least_bytes": refusal.least_bytes}
+    return {
+        **figures(plan.measurement, jaxsub.sublinear(fun, plan=plan), args, count),
+        "predicted_bytes": plan.prediction.temp_bytes if plan.prediction else None,
+        "extra": plan.prediction.extra_flops / plan.prediction.forward_flops if plan.prediction else None,
+        "regions": plan.n_regions,
+    }
+
+
+def figures(found: jaxsub.Measurement, fun: Callable, args: tuple[Any, ...], count: Count | None) -> dict[str, Any]:
+    """Bytes, FLOPs and seconds of what was measured."""
+    flops = found.flops if found.flops is not None else (count or cpu_flops)(fun, args)
+    return {"bytes": found.temp_bytes, "flops": flops, "compile_seconds": found.compile_seconds}
+
+
+def cpu_flops(fun: Callable, args: tuple[Any, ...]) -> float | None:
+    """FLOPs of the gradient as the CPU's compiler counts them."""
+    return jaxsub.measure(fun, *args).flops
 
 
 def traced_flops(fun: Callable, args: tuple[Any, ...]) -> float:

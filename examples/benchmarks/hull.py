@@ -29,13 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jaxsub
-
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import zoo  # noqa: E402
-from measuring import by_hand, compiled  # noqa: E402
+from measuring import by_hand, compiled, device, within  # noqa: E402
 from records import Cell, Measured, fill, load, mib  # noqa: E402
 
 TOLERANCE = 0.003
@@ -65,29 +63,12 @@ Point = tuple[float, float]
 def hand_made(model: zoo.Model, size: str, target: str, by_hand: dict[str, Any]) -> dict[str, Any]:
     """Figures of a network, wrapped by hand or not."""
     loss, args = getattr(model, size)(**by_hand)
-    return compiled(loss, args, None if target == "cpu" else target)
+    return compiled(loss, args, device(target))
 
 
 def planned(model: zoo.Model, size: str, target: str, budget: int | float) -> dict[str, Any]:
-    """Figures of a network under a budget; none where nothing fits."""
-    loss, args = getattr(model, size)()
-    on = None if target == "cpu" else target
-    try:
-        plan = jaxsub.plan(loss, *args, budget=budget, target=on, progress=False)
-    except jaxsub.InfeasibleBudgetError as refusal:
-        return {"least_bytes": refusal.least_bytes}
-    found = plan.measurement
-    flops = found.flops
-    if flops is None:
-        flops = jaxsub.measure(jaxsub.sublinear(loss, plan=plan), *args).flops
-    return {
-        "bytes": found.temp_bytes,
-        "flops": flops,
-        "predicted_bytes": plan.prediction.temp_bytes if plan.prediction else None,
-        "extra": plan.prediction.extra_flops / plan.prediction.forward_flops if plan.prediction else None,
-        "regions": plan.n_regions,
-        "compile_seconds": found.compile_seconds,
-    }
+    """Figures of a network under a budget; the least where nothing fits."""
+    return within(*getattr(model, size)(), budget, device(target))
 
 
 def hand_cells(name: str, target: str, size: str, n_blocks: int) -> Iterator[Cell]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ import jaxsub
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from measuring import ByHand, by_hand, compiled, traced_flops  # noqa: E402
+from measuring import ByHand, by_hand, compiled, device, traced_flops, within  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from peers import by_xla, nested_scan, planners  # noqa: E402
 from records import Cell, Measured, fill, load, options, picked  # noqa: E402
@@ -56,29 +56,16 @@ PUBLISHED = {
 Point = tuple[float, float]
 
 
-def on(target: str) -> str | None:
-    """What `jaxsub` calls a target; the CPU is where it runs."""
-    return None if target == "cpu" else target
-
-
-def figures(fun: Callable, args: tuple[Any, ...], target: str) -> dict[str, Any]:
-    """Bytes for the target, and FLOPs: by the CPU's compiler, or of the trace where the target is none."""
-    if target == "cpu":
-        return compiled(fun, args)
-    found = jaxsub.measure(fun, *args, target=target)
-    return {"bytes": found.temp_bytes, "flops": traced_flops(fun, args), "compile_seconds": found.compile_seconds}
-
-
 def wrapped(network: Network, target: str, peer: ByHand | None) -> dict[str, Any]:
     """A network as it is, or wrapped by hand."""
     loss, args = network.shapes(**({} if peer is None else dict(wrap=peer.wrap, every=peer.every)))
-    return figures(loss, args, target)
+    return compiled(loss, args, device(target), traced_flops)
 
 
 def scanned(network: Network, target: str) -> dict[str, Any]:
     """A network's blocks in Haliax's nested scan; its FLOPs beside those of a plain scan, loops with their lengths."""
     plain, nested = (network.shapes(scan=scan) for scan in (jax.lax.scan, nested_scan))
-    found = jaxsub.measure(nested[0], *nested[1], target=on(target))
+    found = jaxsub.measure(nested[0], *nested[1], target=device(target))
     return {"bytes": found.temp_bytes, "flops_ratio": traced_flops(*nested) / traced_flops(*plain)}
 
 
@@ -90,22 +77,14 @@ def squeezed(network: Network, target: str, share: float) -> dict[str, Any]:
 def planned(network: Network, target: str, **asked: Any) -> dict[str, Any]:
     """A network under a planner of a peer; barriers are taken away."""
     loss, args = network.shapes()
-    plan = jaxsub.plan(loss, *args, target=on(target), verify=False, progress=False, **asked)
-    return figures(jaxsub.sublinear(loss, plan=plan.replace(barriers=())), args, target)
+    plan = jaxsub.plan(loss, *args, target=device(target), verify=False, progress=False, **asked)
+    fun = jaxsub.sublinear(loss, plan=plan.replace(barriers=()))
+    return compiled(fun, args, device(target), traced_flops)
 
 
 def budgeted(network: Network, target: str, budget: float) -> dict[str, Any]:
     """A network under a budget; what the least is where that is refused."""
-    loss, args = network.shapes()
-    try:
-        plan = jaxsub.plan(loss, *args, budget=budget, target=on(target), progress=False)
-    except jaxsub.InfeasibleBudgetError as refusal:
-        return {"least_bytes": refusal.least_bytes}
-    found = plan.measurement
-    flops = found.flops
-    if flops is None:
-        flops = traced_flops(jaxsub.sublinear(loss, plan=plan), args)
-    return {"bytes": found.temp_bytes, "flops": flops, "regions": plan.n_regions}
+    return within(*network.shapes(), budget, device(target), traced_flops)
 
 
 def cells(network: Network, target: str, budgets: tuple[float, ...]) -> Iterator[Cell]:
