@@ -48,11 +48,19 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int]) -> int:
     again, stored = recomputed(traced, frozenset(saved))
     alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
     cotangents = traced.backward_inputs[len(traced.residuals) :]
-    made = list(zip(traced.backward_outputs, traced.function.differentiated, strict=True))
-    outputs = [v for v, i in made if not traced.weights[i] or i in traced.function.joined]
-    gradients = [v for v, i in made if traced.weights[i] and i not in traced.function.joined]
+    outputs, gradients = _cotangents_and_gradients(traced)
     return Lives((*again, *traced.backward), (*stored, *cotangents), outputs, gradients, alias,
                  is_slow_stored=True).peak()  # fmt: skip
+
+
+def _cotangents_and_gradients(traced: TracedRun) -> tuple[list[Any], list[Any]]:
+    """What a backward pass returns: what is handed on or joins a sum, and gradients of weights that go straight out."""
+    handed_on: list[Any] = []
+    written: list[Any] = []
+    for v, i in zip(traced.backward_outputs, traced.function.differentiated, strict=True):
+        goes_out = traced.weights[i] and i not in traced.function.joined
+        (written if goes_out else handed_on).append(v)
+    return handed_on, written
 
 
 def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float) -> Stage:
@@ -117,10 +125,8 @@ def unwrapped_bytes(traced: TracedRun) -> int:
     """What both passes of an unwrapped run allocate, cotangents included, beside what it reads and returns."""
     given = set(traced.inputs)
     returned = {v for v in traced.returned if compat.is_var(v)}
-    made = zip(traced.backward_outputs, traced.function.differentiated, strict=True)
-    gradients = [v for v, i in made if traced.weights[i] and i not in traced.function.joined]
     lives = _unwrapped(traced)
-    lives.free |= given | returned | set(filter(compat.is_var, gradients))
+    lives.free |= given | returned | set(filter(compat.is_var, _cotangents_and_gradients(traced)[1]))
     return lives.peak()
 
 

@@ -6,7 +6,8 @@ they are used, whatever is executed again. In a plan, max-pooling is differentia
 that of its first largest element, which is found by comparing the result with one strided slice of the input for each
 place in the window; transposed, that is products and sums, which are fused with their neighbours. Values and gradients
 are the same, ties included: the first of equals gets all of the gradient. Where windows overlap, only the order in
-which their gradients are added may differ.
+which their gradients are added may differ. A window that holds a NaN gives its gradient to another of its elements than
+JAX's does.
 """
 
 from __future__ import annotations
