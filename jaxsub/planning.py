@@ -27,6 +27,7 @@ from jaxsub.planners import Planner, get
 from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
+from jaxsub.repair import fit, settle
 from jaxsub.shelf import find_plan, put_plan, shelf_key
 from jaxsub.spread import data_share
 from jaxsub.store import Store, open_store
@@ -114,7 +115,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         planner, cuts = Bounded(wishing(program, once(program, get(settings.planner)), wishes)), cuts_of(program)
         pricer.share = data_share(program.avals(), program.shardings, program.differentiated)
         if budget == Budget():
-            plan = verifying.settle(pricer, cuts[0], planner, None)
+            plan = settle(pricer, cuts[0], planner, None)
             if settings.verify:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
@@ -125,9 +126,9 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
             if program.shardings:
                 pricer.share = _measured_share(pricer, cuts[0], plain)
             n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
-            plan = verifying.fit(verifier, planner, budget, n_bytes, cuts)
+            plan = fit(verifier, planner, budget, n_bytes, cuts)
             if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
-                plan = verifying.fit(verifier, planner, budget, plain.temp_bytes - 1, cuts)
+                plan = fit(verifier, planner, budget, plain.temp_bytes - 1, cuts)
         if wishes:
             plan = _wished(verifier, plan, wishes, budget)
         return planner.bounded(plan) if settings.bound else plan

@@ -20,10 +20,10 @@ from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import get
 from jaxsub.planning import cuts_of, once
 from jaxsub.pricing import Pricer
+from jaxsub.repair import CLOSE, MARGIN, MOST_COMPILES, settle
 from jaxsub.sites import Site, Trial
 from jaxsub.store import Store
 from jaxsub.targets import Target
-from jaxsub.verify import CLOSE, MARGIN, MOST_COMPILES, settle
 
 FLAT = 0.05
 """Where a byte less at a level saves fewer bytes of the step than this, the peak stands elsewhere."""

@@ -1,12 +1,7 @@
-"""Emit, compile, compare, repair: from a budget in bytes to a plan that the compiler confirms.
+"""Emit, compile, measure: what a plan of a program truly needs, and what is told of it.
 
-The planner is asked for a plan within an inner budget, the plan is compiled, and what the compiler allocates moves the
-inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
-that fits and leaves little is taken; of several that fit, the one that executes least again. When none fits, the
-planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
-
-Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; what was compiled once, in this
-process or another, is not compiled again.
+A program and a plan go in; the gradient that is measured, what the compiler allocates for it, and what a plan keeps, in
+words, come out. What was compiled once, in this process or another, is not compiled again.
 """
 
 from __future__ import annotations
@@ -19,15 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub import compat
-from jaxsub.budget import Budget, format_bytes
+from jaxsub.budget import Budget
 from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit
-from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.loops import find_nested
 from jaxsub.plan import Holding, Measurement, Plan, stored_measurement
-from jaxsub.planners import Planner
-from jaxsub.planners.fit import expected_compile_seconds, is_better
-from jaxsub.planners.held import Held
+from jaxsub.planners.fit import expected_compile_seconds
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
 from jaxsub.spread import constrain, placed
@@ -35,28 +27,8 @@ from jaxsub.stages import find_cuts, shares_most_weights
 from jaxsub.store import key_of
 from jaxsub.timeline import name_pieces, value_label
 
-MOST_COMPILES = 6
-CLOSE = 0.96
-"""A plan that fills this share of the budget is close enough: the next compile would gain little."""
-
-MARGIN = 0.003
-"""Share of the budget to aim below it: without it the repair creeps up on the budget and misses by as much."""
-
-MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
-"""Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
-this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
-
 LONG_SECONDS = 10.0
 """A compile that is expected to take longer is announced with its time."""
-
-NAMED_HOLDERS = 4
-"""How many of what stands at the peak are named where nothing fits."""
-
-NEARLY, TRIVIAL = 1e-3, 1e-4
-"""Shares of the least predicted peak: plans that need as much more are tried before the one with the least."""
-
-REFINEMENTS = 6
-"""How often a planner is asked again after the compiler has corrected the price of regions it used."""
 
 
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -169,193 +141,8 @@ class Verifier:
         return found
 
 
-def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: int | None,
-           slack: float = 0.0) -> Plan:  # fmt: skip
-    """Ask a planner until every region it uses has a true price.
-
-    A planner that says nothing fits is asked for its least, or a share more: last bytes can cost a forward pass.
-    """
-    for _ in range(REFINEMENTS):
-        chain = pricer.chain(cuts)
-        try:
-            plan = planner(chain, budget_bytes)
-        except InfeasibleBudgetError as error:
-            plan = planner(chain, int(error.least_bytes * (1 + slack)))
-        if not pricer.refine(plan):
-            break
-    return plan
-
-
-def fit(
-    verifier: Verifier, planner: Planner, budget: Budget, budget_bytes: int, cut_choices: Sequence[Sequence[int]]
-) -> Plan:
-    """Find a plan that the compiler confirms to fit.
-
-    Args:
-        verifier: Compiles plans.
-        planner: Makes them.
-        budget: The budget as the user gave it.
-        budget_bytes: The same in bytes.
-        cut_choices: Ways to cut the program into stages; the first is used, the others when nothing fits.
-
-    Returns:
-        The plan, measured, the plain program's measurement beside it.
-
-    Raises:
-        InfeasibleBudgetError: If none of the planner's plans fits.
-    """
-    plain = verifier.plain()
-    if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
-        return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
-    planner = Held(planner)
-    cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
-    search = _Search(verifier, planner, budget_bytes)
-    if not search.run(cuts, MOST_COMPILES - 1):
-        search.least(cuts)
-    if search.best is None:
-        raise _infeasible(verifier, search, budget_bytes)
-    return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
-
-
-@dataclass(slots=True, eq=False)
-class _Search:
-    verifier: Verifier
-    planner: Planner
-    budget_bytes: int
-    best: Plan | None = None
-    least_seen: Plan | None = None
-
-    def run(self, cuts: Sequence[int], limit: int) -> bool:
-        """Move the inner budget until a plan fits and leaves little; say whether any fitted."""
-        inner, low, high = float(self.budget_bytes), None, None
-        aim, worst, before, slack = self.budget_bytes * (1 - MARGIN), -float(self.budget_bytes), None, NEARLY
-        for _ in range(2 * MOST_COMPILES):
-            asked = max(1, int(inner))
-            plan = settle(self.verifier.pricer, cuts, self.planner, asked, slack)
-            predicted = plan.prediction.temp_bytes if plan.prediction else 0
-            if plan.segments == before and low is None and predicted < asked:
-                inner = predicted - NEARLY * self.budget_bytes  # the same plan for less: ask for another
-                continue
-            inner = max(inner, predicted)
-            is_new = not self.verifier.is_known(plan)
-            if (is_new and self.verifier.compiles >= limit) or plan.segments == before:
-                break
-            before = plan.segments
-            needed = self.try_(plan).temp_bytes
-            if needed > self.budget_bytes and predicted > asked:
-                slack = TRIVIAL if slack == NEARLY else 0.0
-            worst = max(worst, needed - predicted)
-            if needed <= self.budget_bytes:
-                low = max(low, (inner, needed)) if low else (inner, needed)
-            else:
-                high = min(high, (inner, needed)) if high else (inner, needed)
-            if self.is_good(plan, needed) or (not is_new and low and high):
-                break
-            following = _between(low, high, inner, needed, aim, worst)
-            if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
-                break
-            inner = following
-        return self.best is not None
-
-    def try_(self, plan: Plan) -> Measurement:
-        """Measure a plan and keep it if it is the best that fits."""
-        measurement = self.verifier.measure(plan)
-        plan = plan.replace(measurement=measurement)
-        if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
-            self.best = plan
-        return measurement
-
-    def is_good(self, plan: Plan, needed: int) -> bool:
-        """Whether another compile would gain little: the budget is filled, or nothing is recomputed."""
-        nothing_again = (
-            plan.prediction is not None and plan.prediction.extra_flops <= 1e-3 * plan.prediction.forward_flops
-        )
-        return CLOSE * self.budget_bytes <= needed <= self.budget_bytes or (
-            needed <= self.budget_bytes and nothing_again
-        )
-
-    def least(self, cuts: Sequence[int]) -> bool:
-        """Try the planner's least plan, found anew so that it is the same whatever was tried before."""
-        plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1)
-        self.least_seen = plan.replace(measurement=self.try_(plan))
-        return self.best is not None
-
-
-def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
-
-    Where that way executes much again, stages whose own backward pass takes much of the budget are cut as finely as
-    any way cuts them, if that is predicted to pay.
-    """
-    least: list[tuple[int, Sequence[int]]] = []
-    for cuts in choices:
-        chain = pricer.anew().chain(cuts)
-        try:
-            again = _share_again(planner(chain, budget_bytes))
-        except InfeasibleBudgetError as error:
-            least.append((error.least_bytes, cuts))
-            continue
-        large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
-        inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
-        if again <= MUCH_AGAIN or not inside - set(cuts):
-            return cuts
-        finer = tuple(sorted({*cuts, *inside}))
-        try:
-            pays = _share_again(planner(pricer.anew().chain(finer), budget_bytes)) < again - GAIN
-        except InfeasibleBudgetError:
-            pays = False
-        return finer if pays else cuts
-    return next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
-
-
-def _share_again(plan: Plan) -> float:
-    """What a plan executes again, as a share of one forward pass; 0 where it does not say."""
-    return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-
-
-def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:
-    """The next inner budget: by the worst misprediction until a plan fits, then between one that did and one not."""
-    if low is None:
-        return max(1.0, min(inner + aim - needed, aim - worst))
-    if high is None:
-        return inner + aim - needed
-    (a, at_a), (b, at_b) = low, high
-    if b <= a or at_b <= at_a:
-        return None
-    share = min(0.9, max(0.1, (aim - at_a) / (at_b - at_a)))
-    return float(a + share * (b - a))
-
-
 def _empty(program: Program) -> Plan:
     return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
-
-
-def _needed(plan: Plan) -> int:
-    return plan.measurement.temp_bytes if plan.measurement else 0
-
-
-def _infeasible(verifier: Verifier, search: _Search, budget_bytes: int) -> InfeasibleBudgetError:
-    least = search.least_seen
-    assert least is not None
-    least_bytes = _needed(least)
-    holders = _holders(finish(verifier.program, least, Budget()))
-    at = peak_line(verifier.program, least)
-    return InfeasibleBudgetError(
-        f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below the least peak that "
-        f"`{least.planner}` found, "
-        f"`{format_bytes(least_bytes)}`.{at} It holds {'; '.join(holders)}. "
-        f"Pass budget={least_bytes}, or make the batch smaller.",
-        requested_bytes=budget_bytes,
-        least_bytes=least_bytes,
-        holders=holders,
-    )
-
-
-def _holders(plan: Plan) -> tuple[str, ...]:
-    """What stands at the predicted peak of a plan, with its share of that."""
-    rows = standing(plan)
-    total = max(1, sum(n_bytes for n_bytes, _ in rows))
-    return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])
 
 
 def standing(plan: Plan) -> tuple[tuple[int, str], ...]:

@@ -39,6 +39,7 @@ JAX_WING = (
     "emit",
     "wishes",
     "verify",
+    "repair",
     "shelf",
     "planning",
     "leaves",

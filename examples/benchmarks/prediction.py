@@ -35,10 +35,11 @@ from jaxsub.planners import get
 from jaxsub.planning import cuts_of
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, trace
+from jaxsub.repair import settle
 from jaxsub.schedule import read_timeline
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target, get_target
-from jaxsub.verify import gradient, settle
+from jaxsub.verify import gradient
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
