@@ -120,6 +120,10 @@ class Graph:
         """For each value the last node that reads it; `len(nodes)` for outputs; its producer if unread."""
         return self._last_uses
 
+    def gradient_uses(self) -> tuple[int, ...]:
+        """As `last_uses`, but of nodes that a gradient depends on: what only reports on a value does not keep it."""
+        return self._gradient_uses
+
     def weights(self) -> frozenset[int]:
         """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
         return self._weights
@@ -146,6 +150,19 @@ class Graph:
     @cached_property
     def _last_uses(self) -> tuple[int, ...]:
         last = [v.consumers[-1] if v.consumers else (v.producer if v.producer is not None else -1) for v in self.values]
+        for v in self.outputs:
+            last[v] = len(self.nodes)
+        return tuple(last)
+
+    @cached_property
+    def _gradient_uses(self) -> tuple[int, ...]:
+        wanted = {v.index for v in self.values if v.is_differentiated}
+        last = [-1 if v.producer is None else v.producer for v in self.values]
+        for node in reversed(self.nodes):
+            if not wanted.isdisjoint(node.outputs):
+                wanted.update(node.inputs)
+                for v in node.inputs:
+                    last[v] = max(last[v], node.index)
         for v in self.outputs:
             last[v] = len(self.nodes)
         return tuple(last)

@@ -78,6 +78,7 @@ class _Emitter:
     barriers: tuple[int, ...]
     variables: list[Any] = field(init=False)
     last_use: tuple[int, ...] = field(init=False)
+    gradient_use: tuple[int, ...] = field(init=False)
     weights: frozenset[int] = field(init=False)
     shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
     eqns: Sequence[Any] = field(init=False)
@@ -85,6 +86,7 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.variables = [*self.program.invars, *(v for eqn in self.program.eqns for v in eqn.outvars)]
         self.last_use = self.program.graph.last_uses()
+        self.gradient_use = self.program.graph.gradient_uses()
         self.weights = self.program.graph.weights()
 
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
@@ -244,7 +246,11 @@ class _Emitter:
         kinds = (
             tuple((v in self.weights, self.program.graph.values[v].is_differentiated) for v in reads) if fences else ()
         )
-        later = tuple(self.last_use[v] >= segment.stop for v in reads) if fences else ()
+        known = (*reads, *self._made(range(segment.start, segment.stop))) if fences else ()
+        later = tuple(
+            (self.last_use[v] >= segment.stop, max(-1, min(self.gradient_use[v], segment.stop) - segment.start))
+            for v in known
+        )
         results = tuple(v - base if v >= base else ~place[v] for v in returns)
         return tuple(wiring), shape, fences, kinds, later, results
 
@@ -273,12 +279,15 @@ class _Emitter:
         return not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.complexfloating, jax.dtypes.extended))
 
     def _last_use_in(self, v: int, start: int, stop: int) -> int:
-        """The last use that matters in a scope: what comes in from outside matters only where the scope reads it."""
+        """The last use that matters in a scope: of what comes in from outside the last in it, of all the gradient's.
+
+        What only reports on a value takes it as it is: behind barriers it would be given a cotangent of zeros.
+        """
         value = self.program.graph.values[v]
         if start and (value.producer is None or value.producer < start):
             before = bisect_left(value.consumers, stop)
-            return value.consumers[before - 1] if before else -1
-        return self.last_use[v]
+            return min(value.consumers[before - 1], self.gradient_use[v]) if before else -1
+        return self.gradient_use[v]
 
     def _scope_inputs(self, start: int, stop: int) -> dict[int, None]:
         return {v: None for v in self._reads(range(start, stop)) if self._is_activation(v)}

@@ -133,7 +133,7 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     outputs = graph.output_set()
     sums: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, int], list[int]] = {}
-    for value, last in zip(graph.values, graph.last_uses(), strict=True):
+    for value, last in zip(graph.values, graph.gradient_uses(), strict=True):
         if value.producer is None:
             continue
         made, used = int(stage_of[value.producer]), n if last >= len(graph.nodes) else int(stage_of[last])

@@ -14,6 +14,7 @@ from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
+from jaxsub.stages import find_crossings
 
 W, X = jnp.eye(4) * 0.9, jnp.ones((3, 4))
 
@@ -111,6 +112,25 @@ def test_barriers_tie_activations_to_weights():
     ]
     assert [[v.aval.shape for v in e.outvars] for e in found] == [[(3, 4), (4, 4)]]
     assert not [e for e in traced(program, plan_of(program)).eqns if e.primitive.name == "optimization_barrier"]
+
+
+def with_report(w, x):
+    """The chain, and the mean of its first layer, taken after the last."""
+    first = x = jnp.tanh(x @ w)
+    for _ in range(7):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2), jnp.mean(first)
+
+
+def test_what_only_reports_on_a_value_does_not_keep_it():
+    """A metric of an early value holds it neither behind later barriers nor across cuts: no zeros stand for it."""
+    program = trace(with_report, (W, X), {})
+    first = program.graph.nodes[1].outputs[0]
+    assert (program.graph.last_uses()[first], program.graph.gradient_uses()[first]) == (18, 2)
+    assert find_crossings(program.graph, (0, 2, 4, len(program.eqns)))[0].last == 1
+    jaxpr = traced(program, plan_of(program, Segment(0, 4), barriers=(4, 8, 12)))
+    fences = [len(eqn.invars) for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    assert fences == [2, 2, 2]
 
 
 def test_emitting_changes_nothing():
