@@ -170,6 +170,7 @@ class Lives:
     """Which variables are stored, what each reads, and when it dies.
 
     Attributes:
+        fusible: For each equation whether it is fused with what reads its result.
         reads: For each equation the stored variables that it reads, through what is fused with it.
         roots: For each variable the stored ones that it is made of: itself where it is stored.
         last: For each stored variable the position of the last equation that reads it.
@@ -179,6 +180,7 @@ class Lives:
                  alias: dict[Any, Any], *, is_slow_stored: bool = False):  # fmt: skip
         self.eqns, self.stored, self.alias = eqns, stored, alias
         self.free = set(filter(compat.is_var, free))
+        self.fusible = [_is_fusible(eqn) for eqn in eqns]
         self.needed = self._needed(outputs)
         if is_slow_stored:
             self.needed |= {v for e in eqns if e.primitive.name in SLOW for v in e.outvars}
@@ -195,12 +197,12 @@ class Lives:
     def _needed(self, outputs: Sequence[Any]) -> set[Any]:
         """Variables that must be stored because a costly equation reads them, or they go out; views pass it on."""
         needed = {self._atom(v) for v in outputs if compat.is_var(v)} | self.free
-        for eqn in reversed(self.eqns):
-            ins = [self._atom(a) for a in eqn.invars if compat.is_var(a)]
+        for eqn, is_fusible in zip(reversed(self.eqns), reversed(self.fusible), strict=True):
             is_view = eqn.primitive.name in VIEWS
             if is_view and not any(v in needed for v in eqn.outvars):
                 continue
-            if is_view or not _is_fusible(eqn):
+            if is_view or not is_fusible:
+                ins = [self._atom(a) for a in eqn.invars if compat.is_var(a)]
                 needed.update(v for v in ins if is_view or not _is_reduction(eqn))
         return needed
 
@@ -209,7 +211,7 @@ class Lives:
             ins = [self._atom(a) for a in eqn.invars if compat.is_var(a)]
             reads = frozenset().union(*(self.roots.get(v, ()) for v in ins)) if ins else frozenset()
             self.reads.append(reads)
-            is_virtual = eqn.primitive.name in VIEWS or _is_fusible(eqn)
+            is_virtual = eqn.primitive.name in VIEWS or self.fusible[position]
             for v in eqn.outvars:
                 stays = not is_virtual or (v in self.needed and eqn.primitive.name not in VIEWS)
                 self.roots[v] = frozenset([v]) if stays else reads
@@ -248,7 +250,7 @@ class Lives:
             made = [v for v in eqn.outvars if self.roots[v] == frozenset([v])]
             size = sum(self._bytes(v) for v in made)
             dies = [self._bytes(v) for v in dying.get(position, ()) if v not in made]
-            reused = size if _is_fusible(eqn) and any(0 < size <= d for d in dies) else 0
+            reused = size if self.fusible[position] and any(0 < size <= d for d in dies) else 0
             peak = max(peak, live + size - reused + _inner_peak(eqn))
             live += size - sum(dies) - sum(self._bytes(v) for v in made if self.last[v] == position)
         return peak

@@ -80,6 +80,7 @@ class Pricer:
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
+    _sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(init=False, default_factory=dict)
     _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
     _cuts: tuple[int, ...] = field(init=False, default=())
     _loops: frozenset[int] = field(init=False)
@@ -219,10 +220,16 @@ class Pricer:
             sum(graph.values[v].n_bytes for v in made), made.start,
             0 if is_last else self._hoisted_bytes(start, stop),
             spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
-            analytic.kept_sizes(self._run(start, stop)[0], 0 if is_last else keep - gone),
+            self._kept_sizes(start, stop, 0 if is_last else keep - gone),
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
         )  # fmt: skip
+
+    def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
+        key = self._kind(start, stop), most_bytes
+        if key not in self._sizes:
+            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes)
+        return self._sizes[key]
 
     def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
         """Bytes of inputs that are gone when an unwrapped stage has read them, no more than it keeps instead."""

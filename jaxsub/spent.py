@@ -34,12 +34,13 @@ def spent_inputs(
         the program does not return, and that the stage which makes them neither reads again nor saves.
     """
     starts = [start for start, _ in runs]
+    unread = {id(t): unread_inputs(t) for t in {id(t): t for t, _ in traced.values()}.values()}
     found = {}
     for run in traced:
         made = graph.made_by(*run).start
         reads = tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
         spent = []
-        for i in sorted(unread_inputs(traced[run][0])):
+        for i in sorted(unread[id(traced[run][0])]):
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
             is_alone = run[0] <= min(value.consumers) and max(value.consumers) < run[1]
