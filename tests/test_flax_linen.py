@@ -1,5 +1,6 @@
 """Linen: remat under every policy, lifted losses, and policies put on a model that nobody edits."""
 
+from inspect import signature
 from itertools import pairwise
 
 import chex
@@ -11,7 +12,7 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_policies
 
 import jaxsub
-from jaxsub.errors import PolicyError
+from jaxsub.errors import PolicyError, UnsupportedError
 from jaxsub.flax import linen, policies
 from jaxsub.program import trace
 from jaxsub.stages import find_cuts, kind_of
@@ -120,6 +121,15 @@ def test_remat_takes_what_nn_remat_takes():
     variables = model.init(KEY, X)
     assert_same(model.apply(variables, X), Two().apply(variables, X))
     assert n_regions(jax.grad(lambda v: model.apply(v, X, method="encode").sum()), variables) > 0
+
+
+def test_what_nn_remat_has_given_up_is_refused():
+    """`concrete` stands where nn.remat has it; true, it is refused with what to write instead."""
+    model = linen.remat(nn.Dense, True, True, False, True, (), "sqrt")(DIM)
+    assert_same(model.init(KEY, X), nn.Dense(DIM).init(KEY, X))
+    assert list(signature(linen.remat).parameters) == list(signature(nn.remat).parameters)
+    with pytest.raises(UnsupportedError, match=r"concrete=True.*static_argnums=\(1,\)"):
+        linen.remat(nn.Dense, concrete=True)
 
 
 def test_remat_wraps_functions_and_methods():

@@ -17,6 +17,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 
 from jaxsub import api, policies
+from jaxsub.errors import UnsupportedError
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -25,24 +26,25 @@ def remat(
     target: Any,
     variables: Any = True,
     rngs: Any = True,
-    *,
-    policy: str | policies.Policy | policies.JaxPolicy | None = None,
+    concrete: bool = False,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
+    policy: str | policies.Policy | policies.JaxPolicy | None = None,
     methods: Any = None,
 ) -> Any:
     """Recompute a module's intermediates in the backward pass, but for what a policy saves.
 
-    It stands in the place of `nn.remat`, gives parameters the same names, and takes every policy.
+    It stands in the place of `nn.remat`, with its arguments, gives parameters the same names, and takes every policy.
 
     Args:
         target: A module class, or a function or method whose first argument is a module.
         variables: The variable collections that are lifted.
         rngs: The PRNG sequences that are lifted.
-        policy: What to save: a name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or
-            of JAX, or `None` for nothing.
+        concrete: As for `nn.remat`, where it means nothing any more; `static_argnums` does what it once did.
         prevent_cse: As for `jax.checkpoint`; pass `False` inside `nn.scan`.
         static_argnums: Positions of arguments that are no arrays; 0 is the module.
+        policy: What to save: a name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or
+            of JAX, or `None` for nothing.
         methods: The methods to wrap, as for `nn.remat`; `None` for `__call__`.
 
     Returns:
@@ -50,6 +52,7 @@ def remat(
 
     Raises:
         PolicyError: If there is no such policy.
+        UnsupportedError: If `concrete` is true.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -58,6 +61,11 @@ def remat(
         >>> layer.apply(variables, jnp.ones((1, 3))).shape
         (1, 2)
     """
+    if concrete:
+        raise UnsupportedError(
+            "concrete=True: JAX has given it up, and nn.remat refuses it too. Leave it out, and name the arguments "
+            "that the module branches on: static_argnums=(1,) for the first one after the module."
+        )
     found = policies.get(policy)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     # the module is no argument of the lifted function, variables and keys are: 0, 1 | 2, 3, ... for 0 | 1, 2, ...

@@ -1,4 +1,4 @@
-"""For `flax.nnx`: `remat` in the place of `nnx.remat` with every policy, and `sublinear` for losses of modules.
+"""For `flax.nnx`: `remat` in the place of `nnx.remat` with every policy, `sublinear` for losses of modules, and `jit`.
 
 Modules are split into arrays and structure in front of the regions and merged inside, once, as every transformation of
 NNX does it; what the function changed comes out as results and is written back once. So BatchNorm statistics are
@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxsub import api, policies
+from jaxsub import api, policies, step
+from jaxsub.errors import UnsupportedError
 
 CONTEXT = "jaxsub"
 
@@ -28,10 +29,12 @@ def remat(
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
 ) -> Any:
     """Recompute a function's intermediates in the backward pass, but for what a policy saves.
 
-    It stands in the place of `nnx.remat` and takes every policy.
+    It stands in the place of `nnx.remat` and takes every policy, and bound methods too.
 
     Args:
         f: A function of modules and arrays, or a method, bound or not. Left out, a decorator is returned.
@@ -40,12 +43,15 @@ def remat(
         prevent_cse: As for `jax.checkpoint`; pass `False` inside `nnx.scan`.
         static_argnums: Positions of arguments that are no arrays.
         static_argnames: Names of such arguments, such as a flag that a module branches on.
+        graph: As for `nnx.remat`: modules are graphs here, whose references may be shared; `None` or `True`.
+        graph_updates: As for `nnx.remat`: variables made inside come out; `None` or `True`.
 
     Returns:
         A function with the same arguments, results and effects on its modules.
 
     Raises:
         PolicyError: If there is no such policy.
+        UnsupportedError: If `graph` or `graph_updates` is `False`.
 
     Example:
         >>> from flax import nnx
@@ -54,6 +60,12 @@ def remat(
         >>> remat(lambda layer, x: jnp.sin(layer(x)), policy="save_costly")(layer, jnp.ones((1, 3))).shape
         (1, 2)
     """
+    for name, given in (("graph", graph), ("graph_updates", graph_updates)):
+        if given is False:
+            raise UnsupportedError(
+                f"{name}=False: jaxsub.flax.nnx.remat treats modules as graphs and hands back all that changes in "
+                f"them, which is more than nnx.remat does without. Leave {name}= out."
+            )
     if f is None:
         return functools.partial(
             remat,
@@ -148,6 +160,104 @@ class _Sublinear:
         return repr(self._planned)
 
 
+def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options: Any) -> Any:
+    """`jaxsub.jit` for steps of modules and optimizers: what `nnx.jit` is to `jax.jit`.
+
+    What the step changes in its modules and optimizers is written back. With `memory` the `sublinear` functions inside
+    are given plans with which the whole step fits; without, it is `nnx.jit`, but for an option without which JAX 0.10
+    to 0.11.0 would merge recomputation away on the CPU.
+
+    Args:
+        fun: The function of modules, optimizers and arrays. Left out, a decorator is returned.
+        memory: What the step may take of a device, as for `jaxsub.jit`.
+        **options: As for `jaxsub.jit`: `donate_argnums`, `static_argnames`, `target`, `progress` and so on.
+            Modules that are donated are overwritten, so that their arrays count once.
+
+    Returns:
+        A `Jitted`.
+
+    Raises:
+        BudgetError: If `memory` cannot be read.
+        InfeasibleBudgetError: At the first call, if the step does not fit.
+        UnsupportedError: If shardings are given: arrays stay where they lie.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> loss = sublinear(lambda model, x: (model(x) ** 2).sum())
+        >>> @jit(donate_argnums=(0, 1))
+        ... def train_step(model, optimizer, x):
+        ...     value, grads = nnx.value_and_grad(loss)(model, x)
+        ...     optimizer.update(model, grads)
+        ...     return value
+        >>> first, second = (float(train_step(model, optimizer, jnp.ones((1, 3)))) for _ in range(2))
+        >>> second < first
+        True
+    """
+    if fun is None:
+        return functools.partial(jit, memory=memory, **options)
+    if told := sorted({"in_shardings", "out_shardings"} & options.keys()):
+        raise UnsupportedError(
+            f"jaxsub.flax.nnx.jit takes no {' and no '.join(told)}: the step runs where its arrays lie. Place them "
+            "first, with jax.device_put or with shardings in the model."
+        )
+    return Jitted(fun, memory, options)
+
+
+class Jitted:
+    """A compiled step of modules and optimizers; made by `jit`."""
+
+    def __init__(self, fun: Callable[..., Any], memory: Any, options: dict[str, Any]):
+        functools.update_wrapper(self, fun)
+        self._has_memory = memory is not None
+        self._step = step.jit(_step_of_arrays(fun), memory=memory, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; what it changes in its arguments is written back."""
+        with nnx.update_context(CONTEXT):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
+            pure = self._step(*pure_args, **pure_kwargs)
+            _, out = nnx.from_tree(pure, ctxtag=CONTEXT, is_inner=False)
+            return out
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step of arrays, lowered as `jax.jit` does it: `.compile().memory_analysis()` says what it takes."""
+        with nnx.update_context(CONTEXT):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
+            return self._step.lower(*pure_args, **pure_kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> Any:
+        """What the step takes and what was done, as `jaxsub.step.Step.report` says it; nothing is run."""
+        if not self._has_memory:
+            raise ValueError('report() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
+        with nnx.update_context(CONTEXT):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
+            return self._step.report(*pure_args, **pure_kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+
+def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of modules as one of arrays, argument by argument: to the modules as they became, and the result."""
+
+    @functools.wraps(fun)
+    def pure(*pure_args: Any, **pure_kwargs: Any) -> Any:
+        args, kwargs = nnx.from_tree((pure_args, pure_kwargs), ctxtag=CONTEXT, is_inner=True)
+        out = fun(*args, **kwargs)
+        return nnx.to_tree((_nodes((args, kwargs)), out), ctxtag=CONTEXT)
+
+    return pure
+
+
+def _nodes(tree: Any) -> Any:
+    """A tree's modules and variables, with nothing in the place of everything else."""
+    return jax.tree.map(lambda x: x if is_node(x) else None, tree, is_leaf=is_node)
+
+
 @jax.tree_util.register_static
 class _Static:
     """An argument that is no array: it has no leaves and is part of the tree."""
@@ -210,8 +320,7 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
 
         args, kwargs = nnx.from_tree(tree, merge_fn=merge, ctxtag=CONTEXT, is_inner=True)
         out = fun(*map(_unwrap, args), **{k: _unwrap(v) for k, v in kwargs.items()})
-        nodes = jax.tree.map(lambda x: x if is_node(x) else None, (args, kwargs), is_leaf=is_node)
-        tree_out, pure_out = nnx.to_tree((nodes, out), ctxtag=CONTEXT)
+        tree_out, pure_out = nnx.to_tree((_nodes((args, kwargs)), out), ctxtag=CONTEXT)
         leaves, shape = jax.tree.flatten(pure_out)
         return (leaves[0] if leaves else 0.0), (leaves[1:], _Static(shape), tree_out)
 
