@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxsub.chain import Chain, Option, Run
 
+Single = tuple[Run, int, int, np.float32]  # a run that is no nest, slots stored, least slots, FLOPs again
 Found = tuple[np.float32, int, Run | None, int]  # FLOPs again, where it stops, the run (`None`: a nest), slots stored
 INFINITE = np.float32(np.inf)
 TRIED_UNITS = 64  # sizes of a slot that are compared for how well stored bytes fall on whole slots
@@ -263,12 +264,14 @@ class Tables:
         costs: The chain in slots.
         levels: Tables inside nests, the deepest first; one, which refers to itself, where nesting is not bounded.
         top: `f32[s, m]`: the least extra FLOPs of stages `s` to the last at the top level.
+        singles: `[s]`: all but nests that may stand at stage `s` at the top level.
         is_bounded: Whether nesting is bounded.
     """
 
     costs: Costs
     levels: tuple[Nests, ...]
     top: np.ndarray
+    singles: tuple[tuple[Single, ...], ...]
     is_bounded: bool
 
     @property
@@ -308,15 +311,16 @@ def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = 
         levels = [nest_table(costs, None, is_bounded=True)]
         for _ in range(max_depth - 1):
             levels.append(nest_table(costs, levels[-1], is_bounded=True))
-    return Tables(costs, tuple(levels), _top_table(costs, levels[-1]), max_depth is not None)
+    singles = tuple(tuple(_top_single(costs, s)) for s in range(len(chain.stages)))
+    return Tables(costs, tuple(levels), _top_table(costs, levels[-1], singles), singles, max_depth is not None)
 
 
-def _top_table(costs: Costs, nests: Nests) -> np.ndarray:
+def _top_table(costs: Costs, nests: Nests, singles: tuple[tuple[Single, ...], ...]) -> np.ndarray:
     n, size = len(costs.chain.stages), costs.n_slots + 1
     top = np.full((n + 1, size), INFINITE)
     top[n] = 0
     for s in reversed(range(n)):
-        offers = [(run.stop, stored, at, np.full(size, flops)) for run, stored, at, flops in _top_single(costs, s)]
+        offers = [(run.stop, stored, at, np.full(size, flops)) for run, stored, at, flops in singles[s]]
         for q in range(s + 1, n):
             at = max(int(costs.forward[s, q]), int(nests.least[s, q - 1]))
             offers.append((q, int(costs.stored[s, q]), at, costs.flops[s, q] + nests.extra[s, q - 1]))
@@ -326,8 +330,8 @@ def _top_table(costs: Costs, nests: Nests) -> np.ndarray:
     return top
 
 
-def _top_single(costs: Costs, s: int) -> Iterator[tuple[Run, int, int, np.float32]]:
-    """Yield (run, slots stored, least slots, FLOPs again) of all but nests that may stand at stage `s` at the top."""
+def _top_single(costs: Costs, s: int) -> Iterator[Single]:
+    """All but nests that may stand at stage `s` at the top level."""
     n, nothing = len(costs.chain.stages), np.float32(0)
     if s == n - 1:
         yield Run(s, n), 0, int(costs.leaf[s]), nothing
@@ -346,7 +350,7 @@ def _top_runs(tables: Tables, m: int) -> Iterator[Run]:
     extra = tables.levels[level].extra
     while s < len(costs.chain.stages):
         found: list[Found] = [(flops + top[run.stop, m - stored], run.stop, run, stored)
-                 for run, stored, at, flops in _top_single(costs, s) if m >= max(at, stored)]  # fmt: skip
+                 for run, stored, at, flops in tables.singles[s] if m >= max(at, stored)]  # fmt: skip
         cuts = _cuts(costs, s, len(costs.chain.stages), m, 0)
         rest = top[cuts, m - costs.stored[s, cuts]]
         found += _best_nest(costs, s, cuts, costs.flops[s, cuts] + extra[s, cuts - 1, m] + rest)
