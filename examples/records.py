@@ -76,8 +76,11 @@ def figure(
     full: Callable[[], Iterable[Cell]],
     table: Callable[[Measured], None],
     draw: Callable[[Measured, Path], None],
+    broken: Callable[[Measured], Iterable[str]],
 ) -> None:
     """Read the command line, measure what is missing, print the table and draw the picture.
+
+    Promises that are broken are told at the end; with `--quick`, which is a check, they end the process with 1.
 
     Args:
         description: What `--help` says first.
@@ -86,6 +89,10 @@ def figure(
         full: Makes the cells of a full run.
         table: Prints the figures of all cells.
         draw: Draws them to a path.
+        broken: Says, in a sentence each, which promises the cells break.
+
+    Raises:
+        SystemExit: If there are no results, or with `--quick` if a promise is broken.
     """
     chosen = options(argparse.ArgumentParser(description=description), results.parent)
     path = chosen.out / results.name
@@ -97,6 +104,24 @@ def figure(
     table(measured)
     draw(measured, path.with_suffix(".png"))
     print(f"results: {path}, picture: {path.with_suffix('.png')}")
+    tell(list(broken(measured)), is_check=chosen.quick)
+
+
+def tell(broken: list[str], is_check: bool) -> None:
+    """Print broken promises, one a line; where this is a check, end the process with them.
+
+    Raises:
+        SystemExit: If this is a check and a promise is broken.
+    """
+    text = "\n".join(f"BROKEN: {sentence}" for sentence in broken)
+    if broken and is_check:
+        raise SystemExit(text)
+    print(text or "every promise is kept")
+
+
+def over_budget(key: str, n_bytes: float, budget_bytes: float) -> list[str]:
+    """A sentence if a plan needs more than its budget."""
+    return [f"{key}: {mib(n_bytes)} under a budget of {mib(budget_bytes)}"] if n_bytes > budget_bytes else []
 
 
 def picked(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:

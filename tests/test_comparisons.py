@@ -122,6 +122,41 @@ def test_tables_and_pictures_need_only_the_results(path, capsys, tmp_path):
     assert list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_what_breaks_a_promise_is_told(path):
+    """What was measured keeps them; with ten times the memory it would not."""
+    module, stored = importlib.import_module(path.stem), records.load(path)
+    if path.stem != "frontiers":  # where a peer is ahead the table says so
+        assert list(module.broken(stored)) == []
+    larger = {key: _scaled(figures, 10) if _is_ours(key) else figures for key, figures in stored.items()}
+    assert list(module.broken(larger))
+
+
+def _is_ours(key):
+    return key.endswith("sublinear plan") or any(part in key for part in ("jaxsub", " of ", "recursion", "resnet/"))
+
+
+def _scaled(figures, times):
+    """Figures of a plan that needs so many times the memory, or fits so many times fewer images."""
+    changed = {what: times * figures[what] for what in ("bytes", "units") if isinstance(figures.get(what), int | float)}
+    if "batch" in figures:
+        changed["batch"] = figures["batch"] // times
+    if "seconds" in figures:
+        changed["bytes"] = {label: n * times ** (label != "plain") for label, n in figures["bytes"].items()}
+    return figures | changed
+
+
+def test_a_broken_promise_ends_a_check(capsys):
+    """With its words; elsewhere it is only printed."""
+    sentences = records.over_budget("cpu/50/jaxsub", 3 * 2**20, 2**20)
+    records.tell(sentences, is_check=False)
+    assert "BROKEN: cpu/50/jaxsub: 3.0 MiB under a budget of 1.0 MiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"BROKEN: cpu/50/jaxsub: 3\.0 MiB under a budget of 1\.0 MiB"):
+        records.tell(sentences, is_check=True)
+    records.tell([], is_check=True)
+    assert records.over_budget("cpu/50/jaxsub", 2**20, 2**20) == []
+
+
 def test_layers_of_equal_flops_are_found_whatever_the_stages_weigh():
     """Where no division is within 10 % of equal, the nearest to it is taken; bytes decide between those alike."""
     flops, crossing = np.array([5.0, 1, 1, 5, 1, 1]), [9.0, 9, 1, 9, 9, 0]

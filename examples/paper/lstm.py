@@ -31,7 +31,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
 from measuring import traced_flops  # noqa: E402
-from records import Cell, Measured, figure, mib  # noqa: E402
+from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
 FULL = dict(layers=4, batch=64, n_in=50, width=1024, classes=5000)
 QUICK = dict(layers=1, batch=16, n_in=10, width=64, classes=50)
@@ -39,6 +39,7 @@ UNROLLED, SCANNED = (32, 64, 128), (256, 512, 1024, 2048)
 QUICK_UNROLLED, QUICK_SCANNED = (8,), (64,)
 ALLOCATED = {"no optimization": "none", "inplace": "inplace", "sharing": "sharing", "sublinear plan": "sharing"}
 SHARES, QUICK_SHARES = (12, 24, 35), (3,)
+ONE_FORWARD_PASS = 4 / 3
 COLORS = ("#8a8a8a", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
 
 
@@ -111,6 +112,17 @@ def table(measured: Measured) -> None:
             print(f"{key:36} {mib(figures['bytes']):>14}{cost}")
 
 
+def broken(measured: Measured) -> Iterator[str]:
+    """Plans that are refused, over their budgets, or cost more than one extra forward pass."""
+    for key, figures in measured.items():
+        if "least_bytes" in figures:
+            yield f"{key}: {mib(figures['refused_bytes'])} refused; the least is {mib(figures['least_bytes'])}"
+        elif "plain_bytes" in figures:
+            yield from over_budget(key, figures["bytes"], figures["plain_bytes"] / int(key.split(" of ")[1]))
+            if figures["flops_ratio"] > ONE_FORWARD_PASS:
+                yield f"{key}: FLOPs x {figures['flops_ratio']:.3f}, more than one extra forward pass"
+
+
 def draw(measured: Measured, path: Path) -> None:
     """One panel an account, both axes logarithmic, as in the paper."""
     accounts = list(dict.fromkeys(key.split("/")[0] for key in measured))
@@ -144,6 +156,7 @@ def main() -> None:
         full=lambda: cells(UNROLLED, SCANNED, FULL, SHARES),
         table=table,
         draw=draw,
+        broken=broken,
     )
 
 

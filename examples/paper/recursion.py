@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
-from records import Cell, Measured, figure  # noqa: E402
+from records import Cell, Measured, figure, over_budget  # noqa: E402
 
 BATCH, WIDTH = 4096, 64
 UNIT_BYTES = BATCH * WIDTH * 4
@@ -38,6 +38,9 @@ LENGTHS, QUICK_LENGTHS = (16, 64, 256, 1024), (16, 64)
 KS = (1, 2, 3)
 FRONTIER_LENGTH, QUICK_FRONTIER_LENGTH = 64, 16
 SLOTS = (2, 3, 4, 6, 8, 12, 16)
+TOLERANCE = 0.01
+"""Forward passes by which a schedule counts as level."""
+
 COLORS = {1: "#d55e00", 2: "#0072b2", 3: "#009e73"}
 
 
@@ -94,9 +97,27 @@ def table(measured: Measured) -> None:
             continue
         line = f"{key:22} {figures['units']:7.1f} units, {figures['forward_passes']:5.2f} forward passes"
         if of == "recursion":
-            k = int(parameter)
-            line += f"   k log n + 3 = {k * math.log(int(n), k + 1) + 3:.1f}"
+            line += f"   k log n + 3 = {bound(int(n), int(parameter)):.1f}"
         print(line)
+
+
+def bound(n: int, k: int) -> float:
+    """Units that the recursion is given: the paper's k log n, base k + 1, and three more for what a layer needs."""
+    return k * math.log(n, k + 1) + 3
+
+
+def broken(measured: Measured) -> Iterator[str]:
+    """Recursions beyond the logarithm; our plans over their budgets, or behind a schedule that fits the same memory."""
+    for (n, k), figures in points(measured, "recursion").items():
+        yield from over_budget(f"recursion/{n}/{k}", figures["units"] * UNIT_BYTES, bound(n, k) * UNIT_BYTES)
+    for key, figures in measured.items():
+        of, n, slots = key.split("/")
+        if of == "jaxsub":
+            budget, passes = int(slots) + 2, figures.get("forward_passes", math.inf)
+            yield from over_budget(key, figures.get("units", 0) * UNIT_BYTES, budget * UNIT_BYTES)
+            for (length, parameter), other in points(measured, "revolve").items():
+                if length == int(n) and other["units"] <= budget and other["forward_passes"] < passes - TOLERANCE:
+                    yield f"{key}: {passes:.2f} forward passes, revolve({parameter}) {other['forward_passes']:.2f}"
 
 
 def points(measured: Measured, of: str) -> dict[tuple[int, int], dict[str, float]]:
@@ -113,7 +134,7 @@ def draw(measured: Measured, path: Path) -> None:
     for k, color in COLORS.items():
         here = [n for n in lengths if (n, k) in recursion]
         left.semilogx(here, [recursion[n, k]["units"] for n in here], color=color, marker="o", label=f"k = {k}")
-        theory = [k * math.log(n, k + 1) + 3 for n in here]
+        theory = [bound(n, k) for n in here]
         left.semilogx(here, theory, color=color, linestyle="dotted", linewidth=1)
     left.set(xlabel="layers", ylabel="memory (activations)", xticks=lengths, title="the recursion, compiled")
     left.plot([], [], color="black", linestyle="dotted", linewidth=1, label="k · log n + 3, base k + 1")
@@ -143,6 +164,7 @@ def main() -> None:
         full=lambda: cells(LENGTHS, FRONTIER_LENGTH),
         table=table,
         draw=draw,
+        broken=broken,
     )
 
 

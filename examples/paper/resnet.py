@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
 from measuring import traced_flops  # noqa: E402
-from records import Cell, Measured, figure, mib  # noqa: E402
+from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
 DEPTHS = {
     14: (2, 2),
@@ -49,7 +49,12 @@ FULL = dict(batch=32, size=224, width=64, classes=1000)
 QUICK = dict(batch=4, size=32, width=8, classes=10)
 FULL_DEPTHS, QUICK_DEPTHS = (50, 98, 194, 386, 1001), (14, 26)
 SHARE_AT_50 = 0.22
+MOST_FLOPS = 1.25
 PLANS = {"drop bn-relu": "cheap", "sublinear plan": "chen"}
+LESS = (("inplace", "no optimization"), ("sharing", "inplace"))
+PLANNERS = {"plain": "plain", **PLANS}
+"""The plain gradient is a plan too: what was compiled for it is remembered, and the other cells compile it no more."""
+
 TARGETS = {"cpu": None, "h100": "h100"}
 LINES = {
     "no optimization": ("#8a8a8a", "o"),
@@ -90,10 +95,7 @@ def counts_of(plan: jaxsub.Plan, graph: Graph) -> list[int]:
 def compiled(depth: int, size: dict[str, int], strategy: str, target: str | None) -> dict[str, Any]:
     """Bytes and FLOPs by XLA's account: of the plain gradient, or of one that is planned and verified."""
     loss, args = network(depth, size)
-    if strategy == "plain":
-        found = jaxsub.measure(loss, *args, target=target)
-        return {"bytes": found.temp_bytes, "flops": found.flops, "compile_seconds": found.compile_seconds}
-    asked: dict[str, Any] = {"planner": PLANS[strategy]} if strategy in PLANS else {"budget": share(depth)}
+    asked: dict[str, Any] = {"budget": share(depth)} if strategy == "jaxsub" else {"planner": PLANNERS[strategy]}
     plan = jaxsub.plan(loss, *args, target=target, verify=True, progress=False, **asked)
     found, plain = plan.measurement, plan.plain_measurement
     if found.flops is None:  # what compiles for a device that is not there counts none
@@ -115,14 +117,16 @@ def share(depth: int) -> float:
     return SHARE_AT_50 * (50 / depth) ** 0.52
 
 
-def cells(depths: tuple[int, ...], size: dict[str, int], targets: tuple[str, ...]) -> Iterator[Cell]:
-    """Every cell of the figure, the quick ones first."""
+def cells(
+    depths: tuple[int, ...], size: dict[str, int], targets: tuple[str, ...], strategies: tuple[str, ...]
+) -> Iterator[Cell]:
+    """Every cell of the figure; of `strategies` what is compiled."""
     for depth in depths:
         for strategy in ("no optimization", *STRATEGIES[1:], *PLANS):
             yield Cell(f"allocator/{depth}/{strategy}", partial(allocated, depth, size, strategy))
     for target in targets:
         for depth in depths:
-            for strategy in ("plain", "jaxsub", *PLANS):
+            for strategy in strategies:
                 run = partial(compiled, depth, size, strategy, TARGETS[target])
                 yield Cell(f"{target}/{depth}/{strategy}", run)
 
@@ -149,9 +153,31 @@ def table(measured: Measured) -> None:
         print(f"{account:9} {strategy:16} slope {slope(by_depth):5.2f}   {sizes}")
     for (account, strategy), by_depth in series(measured).items():
         for depth, figures in by_depth.items():
-            if "plain_bytes" in figures:
+            if "plain_bytes" in figures and strategy != "plain":
                 less, flops = figures["plain_bytes"] / figures["bytes"], figures["flops_ratio"]
                 print(f"{account} {depth} layers, {strategy}: {less:.1f} x less memory, FLOPs x {flops:.3f}")
+
+
+def broken(measured: Measured) -> Iterator[str]:
+    """Plans over their budgets or beyond one extra forward pass, and lines that do not bend as they should."""
+    lines = series(measured)
+    for (account, strategy), by_depth in lines.items():
+        for depth, figures in by_depth.items():
+            key = f"{account}/{depth}/{strategy}"
+            if strategy == "jaxsub":
+                yield from over_budget(key, figures["bytes"], share(depth) * figures["plain_bytes"])
+                if figures["flops_ratio"] > MOST_FLOPS:
+                    yield f"{key}: FLOPs x {figures['flops_ratio']:.3f}, more than x {MOST_FLOPS}"
+        if strategy == "jaxsub" and slope(by_depth) > 0.5:
+            yield f"{account}: the slope of {strategy} is {slope(by_depth):.2f}, more than the root's 0.5"
+    for better, worse in (
+        ("inplace", "no optimization"),
+        ("sharing", "inplace"),
+        *((plan, "sharing") for plan in PLANS),
+    ):
+        smaller, larger = lines.get(("allocator", better), {}), lines.get(("allocator", worse), {})
+        for depth in smaller.keys() & larger.keys():
+            yield from over_budget(f"allocator/{depth}/{better}", smaller[depth]["bytes"], larger[depth]["bytes"])
 
 
 def draw(measured: Measured, path: Path) -> None:
@@ -181,10 +207,11 @@ def main() -> None:
     figure(
         __doc__,
         HERE.parent / "results" / "paper" / "resnet.json",
-        quick=lambda: cells(QUICK_DEPTHS, QUICK, ("cpu",)),
-        full=lambda: cells(FULL_DEPTHS, FULL, tuple(TARGETS)),
+        quick=lambda: cells(QUICK_DEPTHS, QUICK, ("cpu",), ("plain", "jaxsub")),
+        full=lambda: cells(FULL_DEPTHS, FULL, tuple(TARGETS), ("plain", "jaxsub", *PLANS)),
         table=table,
         draw=draw,
+        broken=broken,
     )
 
 

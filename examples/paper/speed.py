@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
-from records import Cell, Measured, figure  # noqa: E402
+from records import Cell, Measured, figure, over_budget  # noqa: E402
 
 DEPTHS = {14: (2, 2), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
 RESNET = dict(batch=16, size=64, width=16, classes=10)
@@ -49,15 +49,18 @@ def network(name: str, n: int, size: dict[str, int]) -> tuple[Any, tuple[Any, ..
     return loss, init(jax.random.key(0))
 
 
+def budgets_at(n: int) -> dict[str, float]:
+    """What plans at depth n may allocate, as shares of the plain gradient's memory."""
+    return {"half": 0.5, "root": min(0.5, 2 / math.sqrt(n))}
+
+
 def timed(name: str, n: int, size: dict[str, int], turns: int) -> dict[str, Any]:
     """Seconds of each variant's step in every turn, and the compiled memory of each."""
     loss, args = network(name, n, size)
-    budgets = {"half": 0.5, "root": min(0.5, 2 / math.sqrt(n))}
-    variants = {"plain": loss} | {
-        label: jaxsub.sublinear(loss, budget=budget, verify=True, progress=False) for label, budget in budgets.items()
-    }
-    steps = {label: jaxsub.jit(jax.value_and_grad(fun)) for label, fun in variants.items()}
-    memory = {label: jaxsub.measure(fun, *args).temp_bytes for label, fun in variants.items()}
+    planned = partial(jaxsub.sublinear, loss, verify=True, progress=False)
+    variants = {"plain": loss} | {label: planned(budget=budget) for label, budget in budgets_at(n).items()}
+    steps = {label: jaxsub.jit(jax.value_and_grad(fun)).lower(*args).compile() for label, fun in variants.items()}
+    memory = {label: step.memory_analysis().temp_size_in_bytes for label, step in steps.items()}
     for step in steps.values():
         seconds(step, args)
     turns_of = [{label: seconds(step, args) for label, step in steps.items()} for _ in range(turns)]
@@ -102,6 +105,13 @@ def table(measured: Measured) -> None:
             print(f"  {LABELS[label]:16} {statistics.median(times):8.3f} s  {spread}  memory x {share:.3f}")
 
 
+def broken(measured: Measured) -> Iterator[str]:
+    """Plans over their budgets; seconds are told, never promised."""
+    for key, figures in measured.items():
+        for label, budget in budgets_at(int(key.split("/")[1])).items():
+            yield from over_budget(f"{key}, {label}", figures["bytes"][label], budget * figures["bytes"]["plain"])
+
+
 def draw(measured: Measured, path: Path) -> None:
     """Seconds a step against depth, a panel a network."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -125,6 +135,7 @@ def main() -> None:
         full=lambda: cells(is_quick=False),
         table=table,
         draw=draw,
+        broken=broken,
     )
 
 

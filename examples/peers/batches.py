@@ -47,6 +47,7 @@ CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))}
 """What the paper reports of all four; its own program stands where `jaxsub` stands here."""
 
 COLORS = dict(zip(WAYS, ("#8a8a8a", "#56b4e9", "#d55e00", "#0072b2"), strict=True))
+ONE_FORWARD_PASS = 4 / 3
 TRIES = 6
 LEAP = 16
 """How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
@@ -143,6 +144,17 @@ def table(stored: Measured) -> None:
             print(f"| {name} | {way} | {own['batch']} | {ratios} | {beside} |")
 
 
+def broken(stored: Measured) -> Iterator[str]:
+    """Networks of which another way fits a larger batch than `jaxsub`, or its own step executes too much."""
+    for name, by_way in rows(stored).items():
+        plain, own = by_way.get(WAYS[0]), by_way.get("jaxsub")
+        for way, found in by_way.items() if own else ():
+            if found["batch"] > own["batch"]:
+                yield f"{name}: a batch of {found['batch']} with {way}, {own['batch']} with jaxsub"
+        if plain and own and own["flops_per_image"] > ONE_FORWARD_PASS * plain["flops_per_image"]:
+            yield f"{name}: more than one extra forward pass"
+
+
 def draw(stored: Measured, path: Path) -> None:
     """Bars of the ratios to the batch without checkpoints."""
     found = {name: by_way for name, by_way in rows(stored).items() if by_way.get(WAYS[0], {}).get("batch")}
@@ -168,6 +180,7 @@ def main() -> None:
         full=lambda: cells([by_name[name] for name in NAMES], MEMORY),
         table=table,
         draw=draw,
+        broken=broken,
     )
 
 

@@ -37,7 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from measuring import ByHand, by_hand, compiled, device, traced_flops, within  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from peers import by_xla, nested_scan, planners  # noqa: E402
-from records import Cell, Measured, fill, load, options, picked  # noqa: E402
+from records import Cell, Measured, fill, load, options, over_budget, picked, tell  # noqa: E402
 
 BUDGETS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.8, 0.6, 0.4, 0.25, 0.07, 0.05)
 QUICK_BUDGETS = (0.3,)
@@ -154,6 +154,20 @@ def table(measured: Measured) -> None:
         print("| jaxsub | " + " · ".join(f"{memory:.3f} at {flops:.3f}" for memory, flops in ours) + " | | |")
 
 
+def broken(measured: Measured) -> Iterator[str]:
+    """Plans over their budgets, and peers that need less of both memory and FLOPs than one of our points."""
+    for name in names(measured):
+        plain = measured[f"{name}/peer/plain"]["bytes"]
+        for key, found in measured.items():
+            if key.startswith(f"{name}/jaxsub/") and "bytes" in found:
+                yield from over_budget(key, found["bytes"], float(key.split("/")[-1]) * plain)
+        peers, ours = relative(measured, name)
+        for label, (memory, flops) in peers.items():
+            own = flops_at(ours, memory)
+            if own is not None and own > flops + TOLERANCE:
+                yield f"{name}: {label} is ahead, {memory:.3f} at {flops:.3f}; jaxsub at that memory {own:.3f}"
+
+
 def draw(measured: Measured, folder: Path) -> list[Path]:
     """One picture a network and target."""
     paths = []
@@ -189,6 +203,7 @@ def main() -> None:
     measured = load(path)
     table(measured)
     print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, chosen.out)))
+    tell(list(broken(measured)), is_check=chosen.quick)
 
 
 if __name__ == "__main__":
