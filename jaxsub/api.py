@@ -19,10 +19,11 @@ from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit
+from jaxsub.leaves import losing_nothing
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planning import Mirror, Settings, make_plan
-from jaxsub.program import Program, trace
+from jaxsub.program import Program, as_traced, trace
 from jaxsub.spread import sharding_of, spread_over, told
 from jaxsub.statics import Statics, trace_call
 from jaxsub.store import Store
@@ -46,7 +47,7 @@ class Sublinear:
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.settings = settings
-        self._statics = Statics.of(fun, static_argnums, static_argnames)
+        self._statics = Statics.of(losing_nothing(fun), static_argnums, static_argnames)
         self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, Plan] = {}
@@ -263,8 +264,7 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
         True
     """
     program = trace_call(fun, args, kwargs, argnums)
-    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
-    return measure_compiled(*verifying.gradient(program, emit(program, empty)), get_target(target))
+    return measure_compiled(*verifying.gradient(program, as_traced(program)), get_target(target))
 
 
 def type_of(leaf: Any) -> Any:

@@ -1,17 +1,23 @@
-"""Leaves of arguments that are no arrays and are left as they are: functions, and what Equinox's modules hold.
+"""Leaves of arguments that are no arrays, functions and what Equinox's modules hold; and modules that change in place.
 
 A function among the leaves, an activation perhaps, cannot be traced and need not be: it is part of what the arguments
 are, like their tree. In an Equinox module so is every leaf that is no array, a dropout rate or a flag, as
 `equinox.filter_jit` has it. Elsewhere Python's numbers are arguments, as for `jax.jit`.
+
+Modules of Flax NNX are pytrees too, but change when they are called: statistics, counters of random streams. What a
+traced function changes in them would be lost, as it is under `jax.jit`, and the next step would not be the same.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+from jaxsub.errors import UnsupportedError
 
 Fixed = tuple[tuple[int, type, Any], ...]
 """Leaves that are left as they are: position, type and value; hashable if the values are."""
@@ -60,3 +66,45 @@ def of_the_others(fun: Callable[..., Any], structure: Any, fixed: Fixed) -> Call
         return fun(*args, **kwargs)
 
     return call
+
+
+def losing_nothing(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which refuses to change modules of Flax NNX in place without returning what it changed.
+
+    Raises:
+        UnsupportedError: At the call; it says where the change can be kept.
+    """
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = {place: id(leaf) for place, _, leaf in _in_modules((args, kwargs))}
+        held = jax.tree.leaves((args, kwargs)) if before else []  # so that no id is given twice
+        out = fun(*args, **kwargs)
+        if not before:
+            return out
+        returned = set(map(id, jax.tree.leaves(out)))
+        found = _in_modules((args, kwargs))
+        changed = [name for place, name, leaf in found if before.get(place) != id(leaf) not in returned]
+        del held
+        if changed:
+            raise UnsupportedError(
+                f"The function changes {len(changed)} variables of its modules, `{changed[0]}` among them, and what it "
+                "makes of them would be lost. Wrap it in jaxsub.flax.nnx.sublinear instead of jaxsub.sublinear: that "
+                "writes them back once. Or return nnx.state(module) beside the loss."
+            )
+        return out
+
+    return call
+
+
+def _in_modules(tree: Any) -> list[tuple[str, str, Any]]:
+    """All that modules of Flax NNX hold: its place in the tree, its name in its module, its leaf."""
+    module = getattr(sys.modules.get("flax.nnx"), "Module", ())
+    found = []
+    for at, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, module)):
+        if isinstance(part, module):
+            inside = jax.tree_util.tree_leaves_with_path(part)
+            for path, leaf in inside:
+                name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+                found.append((jax.tree_util.keystr((*at, *path)), name, leaf))
+    return found

@@ -108,6 +108,25 @@ def test_a_step_is_a_decorator_and_a_method():
     chex.assert_trees_all_close(bound, wanted, rtol=1e-5)
 
 
+def test_changes_in_modules_are_not_lost():
+    """jaxsub.sublinear takes modules as pytrees: what would change in them is refused, unless it is returned."""
+    planned = jaxsub.sublinear(loss, verify=False)
+    with pytest.raises(UnsupportedError, match=r"`blocks/0/.*jaxsub\.flax\.nnx\.sublinear") as error:
+        jax.grad(planned, allow_int=True)(Net(), X)
+    assert "changes 6 variables" in str(error.value)
+
+    def returning(model, x):
+        return loss(model, x), nnx.state(model)
+
+    model = Net()
+    wanted = loss(model, X)
+    value, state = jaxsub.sublinear(returning, verify=False)(Net(), X)
+    chex.assert_trees_all_close(value, wanted, rtol=1e-5)
+    chex.assert_trees_all_close(state["blocks"][0]["norm"]["mean"][...], model.blocks[0].norm.mean[...], rtol=1e-5)
+    model.eval()
+    chex.assert_trees_all_close(planned(model, X), loss(model, X), rtol=1e-5)
+
+
 def test_what_a_step_of_modules_does_not_take_is_refused():
     """Shardings, and a report without a memory: the errors say what to do instead."""
     with pytest.raises(UnsupportedError, match=r"no in_shardings and no out_shardings.*device_put"):
