@@ -156,7 +156,8 @@ def sublinear(
         profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
             distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
         offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
-            there and back takes over the target's PCIe; plans then minimise seconds. `None`: on the device only.
+            there and back takes over the target's PCIe; plans then minimise seconds. What stands in loops, conditionals
+            and regions inside regions stays on the device. `None`: on the device only.
 
     Returns:
         A function with the same signature; its method `plan(*args)` returns the plan it uses.

@@ -1,5 +1,7 @@
 """Values kept in host memory between the passes: the same gradients, less on the device, and only where it pays."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,12 @@ from jaxsub.budget import Budget
 from jaxsub.crosscompile import require_packages
 from jaxsub.emit import emit
 from jaxsub.errors import InfeasibleBudgetError, PlannerError, UnsupportedError
+from jaxsub.loops import find_loops
 from jaxsub.offload import require_memory, settled
 from jaxsub.plan import Plan
 from jaxsub.program import trace
 from jaxsub.targets import get_target
-from jaxsub.ways import Segment
+from jaxsub.ways import Loop, Segment, walk
 
 W, X, KEY = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(-1, 2, 12).reshape(3, 4), jax.random.key(3)
 
@@ -209,6 +212,82 @@ def test_a_budget_that_only_offloading_meets():
     found = plan_of(args, int(0.9 * least), offload="pinned_host")
     assert found.measurement.temp_bytes <= 0.9 * least
     assert found.measurement.host_temp_bytes >= moved_bytes(found) > 0
+
+
+def beside_a_loop(ws, stack, x):
+    """Layers of what a loop over some of the rows has scaled."""
+    y = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x[: max(3, len(x) // 16)], stack)[0]
+    return chain(ws, x * jnp.mean(y))
+
+
+def test_loops_keep_on_the_device_what_they_keep():
+    """Beside a loop layers' inputs are offloaded, which meets a budget that recomputation alone cannot meet."""
+    ws, x = shapes(1024, 2**16, 24)
+    args = ws, jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16), x
+    known = dict(target="h100", argnums=(0, 1), cache=False, progress=False, verify=False)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jaxsub.plan(beside_a_loop, *args, budget=1, **known)
+    budget = int(0.9 * refused.value.least_bytes)
+    found = jaxsub.plan(beside_a_loop, *args, budget=budget, offload="pinned_host", **known)
+    assert found.prediction.temp_bytes <= budget
+    (node,) = find_loops(trace(beside_a_loop, args, {}, argnums=(0, 1)))
+    assert not any(s.start <= node < s.stop for s in walk(found.segments) if s.offloaded)
+    assert moved_bytes(found) > 0
+
+
+def test_a_loop_among_offloading_regions_is_the_same_function():
+    """Regions that offload before a loop that runs in blocks change no value and no gradient."""
+    args = [0.5 * W] * 4, jnp.stack([W, W, W, W]), X
+    program = trace(beside_a_loop, args, {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    starts = [n.index for n in program.graph.nodes if n.primitive == "dot_general"]
+    assert node < starts[0]
+    segments = [
+        Segment(start, start + 2, entry, offloaded=entry)
+        for start in starts[1:]
+        for entry in [(program.graph.first_value(start) - 1,)]
+    ]
+    plan = Plan(program.fingerprint, Budget(), len(program.eqns), tuple(segments), loops=(Loop(node, (2,), True),))
+    f = jaxsub.sublinear(beside_a_loop, plan=plan, argnums=(0, 1))
+    found, wanted = jax.jit(jax.grad(f, (0, 1)))(*args), jax.grad(beside_a_loop, (0, 1))(*args)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("planner", ["optimal", "milp"])
+def test_planners_that_offload_agree(planner):
+    """The integer program finds no quicker plan with values in host memory than the dynamic program, and no slower."""
+    found = plan_of(shapes(2**17, 2**19, 8), 0.5, verify=False, offload="pinned_host", planner=planner)
+    assert moved_bytes(found) == 6 * 2**19 * 2**17 * 2
+    assert found.prediction.extra_seconds == pytest.approx(6 * 2 * 2**19 * 2**17 * 2 / 64e9)
+
+
+def steps(f, ws, x):
+    return jax.tree.map(lambda w, g: w - g, ws, jax.grad(f)(ws, x))
+
+
+def test_steps_offload_where_they_may():
+    """In a whole step too the CPU's own memory is refused, by the same words."""
+    step = jaxsub.jit(functools.partial(steps, jaxsub.sublinear(chain, offload="pinned_host")), memory=0.9, cache=False)
+    with pytest.raises(UnsupportedError, match="Leave offload out"):
+        step([W] * 8, X)
+
+
+@by_remat2
+@pytest.mark.exhaustive
+def test_a_whole_step_that_only_offloading_fits():
+    """A train step in less memory than recomputation alone finds, its arguments counted, as the compiler confirms."""
+    require_targets()
+    args = shapes(1024, 2**16, 32)
+
+    def sized(memory, **settings):
+        step = functools.partial(steps, jaxsub.sublinear(chain, **settings))
+        return jaxsub.jit(step, memory=memory, target="h100", cache=False, progress=False).report(*args)
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        sized(2**20)
+    found = sized(int(0.9 * refused.value.least_bytes), offload="pinned_host")
+    assert found.step_bytes <= found.memory_bytes
+    assert found.measurement.host_temp_bytes > 0
 
 
 def require_targets():
