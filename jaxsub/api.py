@@ -18,12 +18,12 @@ from jaxsub import compat, sites
 from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.compiled import measure_compiled
-from jaxsub.emit import emit
+from jaxsub.emit import as_traced, emit
 from jaxsub.leaves import losing_nothing
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planning import Mirror, Settings, make_plan
-from jaxsub.program import Program, as_traced, trace
+from jaxsub.program import Program, trace
 from jaxsub.spread import sharding_of, spread_over, told
 from jaxsub.statics import Statics, trace_call
 from jaxsub.store import Store

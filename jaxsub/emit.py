@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxsub.errors import PlanMismatchError, UnsupportedError
 from jaxsub.loops import with_loops
 from jaxsub.plan import Plan
@@ -43,6 +45,20 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
     """
     _check(program, plan)
     return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)
+
+
+def as_traced(program: Program) -> Callable[..., Any]:
+    """The function of a program's flat inputs as JAX traced it, its calls not inlined.
+
+    A compiler may order what stands in a call otherwise than what stands in line: to know what it makes of a user's
+    own function, or of regions that stand already, calls have to stay calls.
+    """
+    n_consts = len(program.traced.constvars)
+
+    def call(*inputs: Any) -> Any:
+        return jax.core.eval_jaxpr(program.traced, inputs[:n_consts], *inputs[len(program.consts) :])
+
+    return call
 
 
 def _check(program: Program, plan: Plan) -> None:
