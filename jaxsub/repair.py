@@ -2,7 +2,8 @@
 
 The planner is asked for a plan within an inner budget, the plan is compiled, and what the compiler allocates moves the
 inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
-that fits and leaves little is taken; of several that fit, the one that executes least again. When none fits, the
+that fits and leaves little is taken, unless a much cheaper one is predicted to need only a little more: it is tried
+too. Of several that fit it is the one that executes least again. When none fits, the
 planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included.
@@ -33,6 +34,10 @@ MARGIN = 0.003
 MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
 """Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
 this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+
+SPREAD = 0.03
+"""Share of the budget by which predictions of plans next to each other err differently: where a plan that fits executes
+`MUCH_AGAIN`, one that is predicted to need so much more is tried if it executes less by as much."""
 
 NAMED_HOLDERS = 4
 """How many of what stands at the peak are named where nothing fits."""
@@ -86,7 +91,8 @@ def fit(
     cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
     if not search.run(cuts, MOST_COMPILES - 1):
-        search.least(cuts)
+        # of the same stages whatever the budget: who asks for what this plan needs gets it
+        search.least(_promising(verifier.pricer, planner, 1, cut_choices))
     if search.best is None:
         raise _infeasible(verifier, search, budget_bytes)
     return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
@@ -99,6 +105,7 @@ class _Search:
     budget_bytes: int
     best: Plan | None = None
     least_seen: Plan | None = None
+    least_error: int = 2**62
 
     def run(self, cuts: Sequence[int], limit: int) -> bool:
         """Move the inner budget until a plan fits and leaves little; say whether any fitted."""
@@ -112,19 +119,20 @@ class _Search:
                 inner = predicted - NEARLY * self.budget_bytes  # the same plan for less: ask for another
                 continue
             inner = max(inner, predicted)
-            is_new = not self.verifier.is_known(plan)
-            if (is_new and self.verifier.compiles >= limit) or plan.segments == before:
+            guess = self.guessed(plan, predicted)
+            if guess is None and (plan.segments == before or not self._may_try(plan, limit)):
                 break
             before = plan.segments
-            needed = self.try_(plan).temp_bytes
+            needed = self.try_(plan).temp_bytes if guess is None else guess
             if needed > self.budget_bytes and predicted > asked:
                 slack = TRIVIAL if slack == NEARLY else 0.0
             worst = max(worst, needed - predicted)
             if needed <= self.budget_bytes:
                 low = max(low, (inner, needed)) if low else (inner, needed)
-            else:
-                high = min(high, (inner, needed)) if high else (inner, needed)
-            if self.is_good(plan, needed) or (not is_new and low and high):
+            else:  # to ask for more than it is predicted to need would give this plan again
+                high = min(high, (predicted, needed)) if high else (predicted, needed)
+            if self.is_good(plan, needed):
+                self.dare(cuts, limit, int(inner + self.budget_bytes * (1 + SPREAD) - needed))
                 break
             following = _between(low, high, inner, needed, aim, worst)
             if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
@@ -132,10 +140,35 @@ class _Search:
             inner = following
         return self.best is not None
 
+    def guessed(self, plan: Plan, predicted: int) -> int | None:
+        """What a plan is taken to need where a compile would gain nothing, once one fits; `None` where it may.
+
+        It is no cheaper than the best, or too large even if its prediction errs by half as much as any so far.
+        """
+        if self.best is None:
+            return None
+        if _share_again(plan) >= _share_again(self.best):
+            return _needed(self.best)
+        at_least = predicted + min(self.least_error, self.least_error // 2)
+        return None if self.verifier.is_known(plan) or at_least <= self.budget_bytes else at_least
+
+    def dare(self, cuts: Sequence[int], limit: int, asked: int) -> None:
+        """Try one plan that may not fit, where it would execute much less again than the best that does."""
+        again = _share_again(self.best) if self.best else 0.0
+        if again > MUCH_AGAIN:
+            plan = settle(self.verifier.pricer, cuts, self.planner, asked)
+            if _share_again(plan) < again - MUCH_AGAIN and self._may_try(plan, limit):
+                self.try_(plan)
+
+    def _may_try(self, plan: Plan, limit: int) -> bool:
+        return self.verifier.is_known(plan) or self.verifier.compiles < limit
+
     def try_(self, plan: Plan) -> Measurement:
         """Measure a plan and keep it if it is the best that fits."""
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
+        if plan.prediction is not None:
+            self.least_error = min(self.least_error, measurement.temp_bytes - plan.prediction.temp_bytes)
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement
