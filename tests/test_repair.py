@@ -1,0 +1,74 @@
+"""The repair of plans, on a planner and a compiler made of tables: which plan is found, and after how many compiles."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxsub.chain import Prediction
+from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.plan import Budget, Measurement, Plan, Segment
+from jaxsub.repair import MOST_COMPILES, _Search
+
+BUDGET = 1_000_000
+
+
+class Table:
+    """A planner and its compiler: of (predicted, needed, executed again), in shares of a budget and a forward pass.
+
+    It stands for the verifier too, which counts the plain program's compile.
+    """
+
+    def __init__(self, *rows):
+        self.rows, self.known, self.compiles = rows, {}, 1
+        self.pricer = SimpleNamespace(chain=lambda cuts: None, refine=lambda plan: False, anew=lambda: self.pricer)
+
+    def __call__(self, chain, budget_bytes):
+        fitting = [row for row in self.rows if row[0] * BUDGET <= budget_bytes]
+        if not fitting:
+            raise InfeasibleBudgetError("", requested_bytes=budget_bytes, least_bytes=int(self.rows[0][0] * BUDGET) + 1)
+        number = self.rows.index(min(fitting, key=lambda row: row[2]))
+        prediction = Prediction(int(self.rows[number][0] * BUDGET), self.rows[number][2], 1.0, 0, "by hand")
+        return Plan("f", Budget(), 99, (Segment(0, number + 1),), prediction=prediction)
+
+    def is_known(self, plan):
+        return plan.segments in self.known
+
+    def measure(self, plan):
+        if plan.segments not in self.known:
+            self.compiles += 1
+            self.known[plan.segments] = int(self.rows[plan.segments[0].stop - 1][1] * BUDGET)
+        return Measurement(self.known[plan.segments], 0, 0, 0, 0.0, 0.0, "cpu")
+
+
+def repaired(*rows):
+    """What the plan that is found executes again, and how many programs were compiled."""
+    table = Table(*rows)
+    search = _Search(table, table, BUDGET)
+    search.run((), MOST_COMPILES - 1)
+    return search.best.prediction.extra_flops, table.compiles
+
+
+def test_a_plan_between_one_that_fits_and_one_that_does_not_is_found():
+    """Predictions err, by more or less: the cheapest plan that fits is looked for below the least that does not."""
+    rows = ((0.9012, 0.925, 0.577), (0.9065, 0.9335, 0.572), (0.9281, 0.9621, 0.479), (0.9411, 1.0198, 0.253),
+            (0.9939, 1.0413, 0.094))  # fmt: skip
+    assert repaired(*rows) == (0.479, 5)
+
+
+@pytest.mark.parametrize(("needed", "again"), [(0.99, 0.4), (1.01, 1.5)])
+def test_a_much_cheaper_plan_is_tried_a_little_above_the_budget(needed, again):
+    """One more compile, and it is kept where it fits."""
+    assert repaired((0.95, 0.97, 1.5), (1.03, needed, 0.4)) == (again, 3)
+
+
+def test_little_is_not_dared_for():
+    """A plan that fits and leaves little is taken where the next one spares little, or nobody expects it to fit."""
+    assert repaired((0.95, 0.97, 0.45), (1.01, 0.99, 0.4)) == (0.45, 2)
+    assert repaired((0.95, 0.97, 1.5), (1.2, 0.99, 0.4)) == (1.5, 2)
+
+
+def test_what_spares_nothing_is_not_compiled():
+    """Between a plan that fits and one that does not, what executes no less again than the first, or cannot fit."""
+    assert repaired((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)) == (0.5, 3)
+    assert repaired((0.9, 0.94, 0.5), (0.985, 0.99, 0.35), (0.99, 1.03, 0.3)) == (0.5, 3)
+    assert repaired((0.9, 0.94, 0.5), (0.96, 0.98, 0.4), (0.98, 1.02, 0.3)) == (0.4, 4)
