@@ -13,9 +13,13 @@ import zoo
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
+from jaxsub.budget import Budget
 from jaxsub.compat import cpu_compiler_options
 from jaxsub.compiled import compile_for, measure_compiled, measurement
+from jaxsub.emit import as_traced, emit
 from jaxsub.errors import UnsupportedError
+from jaxsub.plan import Plan
+from jaxsub.program import trace
 from jaxsub.targets import get_target
 
 CPU = get_target("cpu")
@@ -76,6 +80,18 @@ def test_sizes_are_those_of_arguments_and_outputs():
     assert weights_bytes + 4 <= measured.output_bytes <= weights_bytes + 4 + 16 * LAYERS  # and a table of pointers
     assert measured.compile_seconds > 0
     assert measured.target == get_target(None).name
+
+
+def test_calls_stay_calls():
+    """What is measured is the function as JAX traced it: a call is not written out in line."""
+
+    def loss(w, x):
+        return jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x).sum()
+
+    args = ARGS[1][0], ARGS[0]
+    program = trace(loss, args, {})
+    runs = loss, as_traced(program), emit(program, Plan(program.fingerprint, Budget(), len(program.eqns)))
+    assert [str(jax.make_jaxpr(run)(*args)).count("jit[") for run in runs] == [1, 1, 0]
 
 
 def test_arrays_and_shapes_measure_alike():

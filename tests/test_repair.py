@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxsub import repair
 from jaxsub.chain import Prediction
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Budget, Measurement, Plan, Segment
@@ -72,3 +73,31 @@ def test_what_spares_nothing_is_not_compiled():
     assert repaired((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)) == (0.5, 3)
     assert repaired((0.9, 0.94, 0.5), (0.985, 0.99, 0.35), (0.99, 1.03, 0.3)) == (0.5, 3)
     assert repaired((0.9, 0.94, 0.5), (0.96, 0.98, 0.4), (0.98, 1.02, 0.3)) == (0.4, 4)
+
+
+def test_the_least_that_is_named_is_met(monkeypatch):
+    """Stages that are predicted to fit and do not: what other stages need is named, and found when it is asked for."""
+    monkeypatch.setattr(repair, "finish", lambda program, plan, budget: plan)
+    monkeypatch.setattr(repair, "_infeasible", lambda verifier, search, n: InfeasibleBudgetError(
+        "", requested_bytes=n, least_bytes=search.least_seen.measurement.temp_bytes))  # fmt: skip
+    coarse, fine = (0.97, 1.1, 0.5), (0.9, 1.0, 0.6)
+
+    def asked(n_bytes):
+        table = Table(fine, coarse)
+        table.program = None
+        table.plain = lambda: Plan("f", Budget(), 99, measurement=Measurement(2 * BUDGET, 0, 0, 0, 0.0, 0.0, "cpu"))
+        table.pricer.chain = lambda cuts: SimpleNamespace(stages=(), rows=[(fine,), (coarse,)][cuts[0]])
+
+        def planner(chain, budget_bytes):
+            if budget_bytes < chain.rows[0][0] * BUDGET:
+                raise InfeasibleBudgetError("", requested_bytes=1, least_bytes=int(chain.rows[0][0] * BUDGET))
+            number = table.rows.index(chain.rows[0])
+            prediction = Prediction(int(chain.rows[0][0] * BUDGET), chain.rows[0][2], 1.0, 0, "by hand")
+            return Plan("f", Budget(), 99, (Segment(0, number + 1),), prediction=prediction)
+
+        return repair.fit(table, planner, Budget(), n_bytes, ((1, 2), (0, 2)))
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        asked(BUDGET // 2)
+    assert refused.value.least_bytes == BUDGET
+    assert asked(BUDGET).measurement.temp_bytes == BUDGET
