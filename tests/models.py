@@ -331,8 +331,12 @@ def lstm(
     wrap: Wrap = unwrapped,
     every: Every = 1,
     scan: Scan | None = None,
+    has_two: bool = False,
 ) -> Built:
-    """The paper's LSTM (§5.3), unrolled over time or scanned: all steps share their weights; a loss at each step."""
+    """The paper's LSTM (§5.3), unrolled over time or scanned: all steps share their weights; a loss at each step.
+
+    With `has_two` a cell has a matrix for its input and one for its state, else one for both.
+    """
 
     def init(key):
         k = random.split(key, layers + 3)
@@ -342,11 +346,15 @@ def lstm(
                       for key, n in zip(k[3:], n_ins, strict=True)],
             "head": normal(k[0], width, classes),
         }  # fmt: skip
+        if has_two:
+            for p, key, n in zip(params["cells"], k[3:], n_ins, strict=True):
+                p.update(w=normal(key, n, 4 * width), u=normal(random.fold_in(key, 1), width, 4 * width))
         return params, random.normal(k[1], (steps, batch, n_in)), random.randint(k[2], (steps, batch), 0, classes)
 
     def cell(p, state, x):
         h, c = state
-        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ p["w"] + p["b"], 4, axis=-1)
+        mixed = x @ p["w"] + h @ p["u"] if has_two else jnp.concatenate([x, h], -1) @ p["w"]
+        i, f, g, o = jnp.split(mixed + p["b"], 4, axis=-1)
         c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
