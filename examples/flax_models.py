@@ -18,7 +18,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,22 @@ def measured(case: Case, loss: Callable[..., Any], steps: int, target: str | Non
     }
 
 
-def trained(case: Case, gradient: Callable[..., Any], steps: int) -> list[float]:
-    """The losses of some steps of training."""
+@cache
+def start_and_update(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What makes parameters and state, and what applies gradients: the same for every way, compiled once."""
 
     @partial(jax.jit, donate_argnums=(0, 2))
     def update(params: Any, grads: Any, opt_state: Any) -> Any:
         updates, opt_state = case.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    batch, (params, state) = case.batch(), jax.jit(case.init)(jax.random.key(0))
+    return jax.jit(case.init), update
+
+
+def trained(case: Case, gradient: Callable[..., Any], steps: int) -> list[float]:
+    """The losses of some steps of training."""
+    start, update = start_and_update(case)
+    batch, (params, state) = case.batch(), start(jax.random.key(0))
     opt_state, losses = case.optimizer.init(params), []
     for i in range(steps):
         (value, state), grads = gradient(params, state, batch, jax.random.key(i))
