@@ -47,7 +47,7 @@ class Sublinear:
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.settings = settings
-        self._statics = Statics.of(losing_nothing(fun), static_argnums, static_argnames)
+        self._statics = Statics.of(losing_nothing(fun, "sublinear"), static_argnums, static_argnames)
         self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, Plan] = {}

@@ -68,8 +68,12 @@ def of_the_others(fun: Callable[..., Any], structure: Any, fixed: Fixed) -> Call
     return call
 
 
-def losing_nothing(fun: Callable[..., Any]) -> Callable[..., Any]:
+def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The same function, which refuses to change modules of Flax NNX in place without returning what it changed.
+
+    Args:
+        fun: The function.
+        name: What it is handed to, such as `"sublinear"`: that of `jaxsub.flax.nnx` keeps the changes.
 
     Raises:
         UnsupportedError: At the call; it says where the change can be kept.
@@ -89,8 +93,8 @@ def losing_nothing(fun: Callable[..., Any]) -> Callable[..., Any]:
         if changed:
             raise UnsupportedError(
                 f"The function changes {len(changed)} variables of its modules, `{changed[0]}` among them, and what it "
-                "makes of them would be lost. Wrap it in jaxsub.flax.nnx.sublinear instead of jaxsub.sublinear: that "
-                "writes them back once. Or return nnx.state(module) beside the loss."
+                f"makes of them would be lost. Hand it to jaxsub.flax.nnx.{name} instead of jaxsub.{name}: that writes "
+                "them back once. Or return nnx.state(module) too."
             )
         return out
 

@@ -27,6 +27,7 @@ from jaxsub.compiled import measurement
 from jaxsub.crosscompile import cross_compile, lowered_text
 from jaxsub.errors import BudgetError
 from jaxsub.holders import Held, StepReport, held_by, infeasible, report
+from jaxsub.leaves import losing_nothing
 from jaxsub.plan import stored_measurement
 from jaxsub.planning import Progress
 from jaxsub.shelf import code_digest, find_plan, put_plan
@@ -69,7 +70,8 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget |
         BudgetError: If `memory` cannot be read, or the device does not say what it has.
         InfeasibleBudgetError: At the first call, if the step does not fit; it says what holds the memory and the least
             that would do.
-        UnsupportedError: At the first call, if the compiler does not say what it allocates.
+        UnsupportedError: At the first call, if the compiler does not say what it allocates, or if modules of Flax NNX
+            change in the step and are not returned: `jaxsub.flax.nnx.jit` writes them back.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxsub
@@ -88,6 +90,7 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget |
     """
     if fun is None:
         return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
+    fun = losing_nothing(fun, "jit")
     if memory is not None:
         return Step(fun, memory, target, cache, progress, jit_kwargs)
     if target is not None:

@@ -115,6 +115,9 @@ def test_changes_in_modules_are_not_lost():
         jax.grad(planned, allow_int=True)(Net(), X)
     assert "changes 6 variables" in str(error.value)
 
+    with pytest.raises(UnsupportedError, match=r"jaxsub\.flax\.nnx\.jit instead of jaxsub\.jit"):
+        jaxsub.jit(step_of(loss))(*start(), X)
+
     def returning(model, x):
         return loss(model, x), nnx.state(model)
 
