@@ -89,6 +89,7 @@ class Stage:
         keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
         gradient_sizes: Bytes of gradients that its backward pass writes at once and that the program returns.
         joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
+        summed_bytes: Bytes of all that was so added to sums which are whole once its backward pass has run.
     """
 
     start: int
@@ -109,6 +110,7 @@ class Stage:
     keep_sizes: tuple[int, ...] = ()
     gradient_sizes: tuple[int, ...] = ()
     joined_bytes: int = 0
+    summed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ backward pass allocates for itself may find such a place too: that is left out, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -104,21 +104,36 @@ def joined_bytes(graph: Graph, start: int, stop: int) -> int:
     return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
 
 
+def summed_bytes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> int:
+    """Bytes of all gradients that stages add to sums of which a run, the first to read the weight, makes the last part.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    read = {v for node in graph.nodes[start:stop] for v in node.inputs if graph.is_joined(v, stop)}
+    firsts = (graph.values[v] for v in read if graph.values[v].consumers[0] >= start)
+    return sum(w.n_bytes * (len({bisect_right(cuts, c) for c in w.consumers}) - 1) for w in firsts)
+
+
 def unfenced(chain: Chain) -> Chain:
-    """A chain without gradient barriers: contributions to a sum of gradients pile up until they are added.
+    """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
 
     Example:
         >>> from jaxsub.chain import Chain, Stage
-        >>> stages = (Stage(0, 1, joined_bytes=8), Stage(1, 2, joined_bytes=8), Stage(2, 3))
+        >>> first, second = Stage(1, 2, joined_bytes=8, summed_bytes=16), Stage(2, 3, joined_bytes=8)
+        >>> stages = (Stage(0, 1), first, second, Stage(3, 4))
         >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
-        [8, 0, 0]
+        [0, 8, 0, 0]
     """
-    pile, stages = 0, []
+    pile, stages, joins = 0, [], any(s.joined_bytes for s in chain.stages)
     for s in reversed(chain.stages):
         own, kept = s.transient_bytes + pile, s.keep_transient_bytes + pile
-        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, joined_bytes=0))
-        pile += s.joined_bytes
-    return replace(chain, stages=tuple(reversed(stages))) if pile else chain
+        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, joined_bytes=0, summed_bytes=0))
+        pile += s.joined_bytes - s.summed_bytes
+    return replace(chain, stages=tuple(reversed(stages))) if joins else chain
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from jaxsub import analytic, compat, probes
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
 from jaxsub.flops import primitives_in
-from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes
+from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes, summed_bytes
 from jaxsub.loops import LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.offload import require_memory, with_offloading
 from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_marking
@@ -223,6 +223,7 @@ class Pricer:
             self._kept_sizes(start, stop, 0 if is_last else keep - gone),
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
+            summed_bytes(graph, self._cuts, start, stop),
         )  # fmt: skip
 
     def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
