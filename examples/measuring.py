@@ -1,6 +1,6 @@
 """What comparisons measure, and what they compare with by hand: one account of both for all benchmarks.
 
-Bytes are the target's compiler's. FLOPs are the CPU compiler's count, for other targets too: their compilers give none.
+Bytes are the target's compiler's. FLOPs are the CPU compiler's count, for targets that are not there too.
 Of programs with loops it counts each body once; `traced_flops` counts loops with their lengths.
 
 By hand, a network's blocks are wrapped in `jax.checkpoint`: each, every 2, 4 or √n together, nested, in recursive
@@ -19,7 +19,7 @@ import jax
 
 import jaxsub
 from jaxsub.flops import jaxpr_flops
-from jaxsub.targets import Target
+from jaxsub.targets import Target, get_target
 
 Count = Callable[[Callable, tuple[Any, ...]], float | None]
 
@@ -91,7 +91,7 @@ def within(
 
 def figures(found: jaxsub.Measurement, fun: Callable, args: tuple[Any, ...], count: Count | None) -> dict[str, Any]:
     """Bytes, FLOPs and seconds of what was measured."""
-    flops = found.flops if found.flops is not None else (count or cpu_flops)(fun, args)
+    flops = found.flops if get_target(found.target).is_present else (count or cpu_flops)(fun, args)
     return {"bytes": found.temp_bytes, "flops": flops, "compile_seconds": found.compile_seconds}
 
 

@@ -31,6 +31,7 @@ import jax.export
 from jax.sharding import NamedSharding
 
 from jaxsub.errors import UnsupportedError
+from jaxsub.flops import jaxpr_flops
 from jaxsub.targets import Target
 
 MAX_HELPERS = 4  # each takes some 400 MB
@@ -46,7 +47,8 @@ NEEDED = (
 class CrossCompiled:
     """A program that was compiled for a device that is not there: what is known of it, per device, in bytes.
 
-    Its attributes are those of JAX's own account, which `memory_analysis` returns for a program that is there.
+    Its attributes are those of JAX's own account, which `memory_analysis` returns for a program that is there; `flops`
+    are those of the traced program, on all devices together, loops with their lengths.
     """
 
     temp_size_in_bytes: int
@@ -54,14 +56,15 @@ class CrossCompiled:
     output_size_in_bytes: int
     alias_size_in_bytes: int
     host_temp_size_in_bytes: int
+    flops: float
 
     def memory_analysis(self) -> CrossCompiled:
         """The account of memory: itself."""
         return self
 
-    def cost_analysis(self) -> None:
-        """Nothing: XLA counts no FLOPs for a device that is not there."""
-        return None
+    def cost_analysis(self) -> dict[str, float]:
+        """FLOPs, counted in the traced program: XLA counts none for a device that is not there."""
+        return {"flops": self.flops}
 
 
 def cross_compile(
@@ -88,7 +91,8 @@ def cross_compile(
     require_packages()
     mesh = _mesh_of((args, kwargs), target)
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
-    donated = jax.tree.leaves(jitted.trace(*shapes, **named).args_info)
+    traced = jitted.trace(*shapes, **named)
+    donated = jax.tree.leaves(traced.args_info)
     program = _export(jitted, shapes, named, target)
     request = {
         "spec": target.spec,
@@ -102,7 +106,7 @@ def cross_compile(
         raise UnsupportedError(
             f"XLA cannot compile this program for `{target.name}`, which is not there: {answer['error']}"
         )
-    return CrossCompiled(**answer)
+    return CrossCompiled(**answer, flops=jaxpr_flops(traced.jaxpr).total)
 
 
 def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> str:

@@ -36,7 +36,8 @@ class Measurement:
         argument_bytes: Bytes of the arguments.
         output_bytes: Bytes of the outputs.
         alias_bytes: Bytes of outputs that reuse an argument's memory (donation).
-        flops: The compiler's own count; loops are counted once, whatever their length. `None` where it has none.
+        flops: The compiler's own count; loops are counted once, whatever their length. Where the device is not there
+            those of the traced program, loops with their lengths. `None` where nobody counts.
         compile_seconds: How long the compile took.
         target: What it was compiled for, such as `cpu`.
         host_temp_bytes: What it allocates in host memory, for what is offloaded.

@@ -15,13 +15,13 @@ ROOT = Path(jaxsub.__file__).parent.parent
 PLAIN = ("errors", "budget", "graph", "memory", "ways", "hosting", "chain", "timeline", "plan", "planners")
 JAX_WING = (
     "compat",
+    "flops",
     "store",
     "targets",
     "crosscompile_child",
     "crosscompile",
     "compiled",
     "spread",
-    "flops",
     "program",
     "stages",
     "pooling",

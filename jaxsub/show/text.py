@@ -125,7 +125,7 @@ def format_seconds(seconds: float) -> str:
 def _measured_flops(plan: Plan) -> str:
     if plan.measurement is None or plan.plain_measurement is None or not plan.plain_measurement.flops:
         return ""
-    return f"; the compiler counts {(plan.measurement.flops or 0) / plan.plain_measurement.flops:.3f}x in all"
+    return f"; {(plan.measurement.flops or 0) / plan.plain_measurement.flops:.3f}x the FLOPs in all"
 
 
 def _chart(plan: Plan) -> Iterator[str]:
