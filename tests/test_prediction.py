@@ -142,6 +142,25 @@ def test_a_gradient_that_joins_a_sum_is_counted_once(store):
     assert predicted[0] >= predicted[1] + 0.9 * 256 * 256 * 4
 
 
+def test_a_whole_sum_frees_its_parts(store):
+    """Without barriers: what is added to a weight's gradient is gone once its sum is whole, and no more than that."""
+    w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((32, 256), jnp.float32)
+
+    def loss(ws, x):
+        total = 0.0
+        for _ in range(8):
+            x = jnp.tanh(x @ ws[0])
+            total += jnp.sum(jnp.tanh(x @ ws[1]))
+        return total
+
+    pricer, chain = priced(trace(loss, ([w] * 2, x), {}, argnums=0), store, is_compiled=True)
+    alone = replace(chain, stages=tuple(replace(s, summed_bytes=0) for s in chain.stages))
+    plan, piled = (get("plain")(c, None) for c in (chain, alone))
+    needed = Verifier(pricer).measure(plan).temp_bytes
+    assert [s.summed_bytes for s in chain.stages if s.summed_bytes] == [7 * 256 * 256 * 4] * 2
+    assert needed <= plan.prediction.temp_bytes < piled.prediction.temp_bytes
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 
