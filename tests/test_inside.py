@@ -10,7 +10,15 @@ from test_loops import assert_same, gradient_flops
 import jaxsub
 from jaxsub.budget import Budget
 from jaxsub.flops import bodies_of
-from jaxsub.loops import body_program, branch_choices, branch_programs, find_conditionals, find_loops, find_nested
+from jaxsub.loops import (
+    body_program,
+    branch_choices,
+    branch_programs,
+    find_conditionals,
+    find_loops,
+    find_nested,
+    loop_choices,
+)
 from jaxsub.plan import Plan
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
@@ -169,6 +177,32 @@ def test_a_deep_branch_is_planned(index):
     assert any(isinstance(way, Conditional) for way in g.plan(ws, x).loops)
     assert jaxsub.measure(g, ws, x, argnums=(0, 1)).temp_bytes <= 0.45 * plain
     assert_same(f, g, ws, x)
+
+
+def recurrent(ws, x):
+    """Layers of a recurrence over rows and a few products."""
+
+    def layer(x, w):
+        return deep(w[1:], lax.scan(lambda h, row: (jnp.tanh(h @ w[0] + row),) * 2, x[0] * 0, x)[1]), None
+
+    return jnp.mean(lax.scan(layer, x, jnp.stack([ws, ws, ws]))[0] ** 2)
+
+
+def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
+    """Where a step's inner loop saves one value a row less is kept and nothing runs again: no plan inside does that."""
+    program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    price = Pricer(program, get_target(None), is_compiled=False)._body_chain
+
+    def free():
+        ways = loop_choices(program, node, None, price)
+        return [c for c in ways if c.again_flops < 0.01 * program.graph.nodes[node].flops]
+
+    (found,) = free()
+    assert found.loop.inside.ways
+    assert not found.loop.inside.segments
+    monkeypatch.setattr("jaxsub.loops.choose._inner_loops", lambda *_: [()])
+    assert not free()
 
 
 def layers(ws, x):

@@ -176,7 +176,11 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
 
 
 def _inner_loops(body: Program, step_bytes: StepBytes | None) -> list[tuple[Loop, ...]]:
-    """How the loops inside a body may run, all of them alike: plainly, and then with less and less memory."""
+    """How the loops inside a body may run, all of them alike: plainly, and then with less and less memory.
+
+    A plan of the body (`jaxsub.loops.inside`) keeps what crosses between its stages. Where nothing but a loop in it
+    runs otherwise, what JAX keeps of the whole body is less: only so is anything saved where nothing runs again.
+    """
     nodes = find_loops(body)
     ladders = [_ladder(loop_choices(body, n, step_bytes)) for n in nodes]
     settings: list[tuple[Loop, ...]] = [()]
