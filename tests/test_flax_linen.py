@@ -1,5 +1,6 @@
 """Linen: remat under every policy, lifted losses, and policies put on a model that nobody edits."""
 
+import functools
 from inspect import signature
 from itertools import pairwise
 
@@ -66,8 +67,13 @@ class Scanned(nn.Module):
         return scan(block(name="block"), x, None)[0]
 
 
+def compiled(model):
+    """Loops are compiled anyhow, best with all around them; what is called op by op is compiled once for all tests."""
+    return jax.jit if isinstance(model, Scanned) else lambda f: f
+
+
 def init(model):
-    return model.init({"params": KEY, "dropout": jax.random.key(2)}, X, True)
+    return compiled(model)(lambda: model.init({"params": KEY, "dropout": jax.random.key(2)}, X, True))()
 
 
 def gradient(model, variables, transform=lambda loss: loss):
@@ -79,7 +85,14 @@ def gradient(model, variables, transform=lambda loss: loss):
         y, changed = model.apply({"params": params, **state}, x, True, rngs=rngs, mutable=collections)
         return (y**2).mean(), changed
 
-    return jax.value_and_grad(transform(loss), has_aux=True)(variables["params"], X)
+    return compiled(model)(jax.value_and_grad(transform(loss), has_aux=True))(variables["params"], X)
+
+
+@functools.cache
+def plain_step(net):
+    """A network's variables, and its plain step from them: what all others are compared with, made once."""
+    variables = init(net())
+    return variables, gradient(net(), variables)
 
 
 def assert_same(got, wanted):
@@ -99,9 +112,9 @@ def n_regions(fun, *args):
 def test_remat_changes_nothing_but_memory(net, policy):
     """Parameters and their names, statistics, sown values, dropout and gradients are those of the plain model."""
     model = net(lambda block: linen.remat(block, policy=policy, static_argnums=(2,)))
-    variables = init(net())
+    variables, wanted = plain_step(net)
     assert_same(init(model), variables)
-    assert_same(gradient(model, variables), gradient(net(), variables))
+    assert_same(gradient(model, variables), wanted)
 
 
 def test_remat_takes_what_nn_remat_takes():
@@ -163,9 +176,8 @@ def test_a_wrong_policy_is_refused_where_it_is_written():
 )
 def test_a_loss_of_variables_under_a_plan(net, transform):
     """Statistics and sown values come out as from the plain loss, gradients too, those of nn.scan as well."""
-    variables = init(net())
-    planned = gradient(net(), variables, lambda loss: transform(loss, verify=False))
-    assert_same(planned, gradient(net(), variables))
+    variables, wanted = plain_step(net)
+    assert_same(gradient(net(), variables, lambda loss: transform(loss, verify=False)), wanted)
 
 
 def test_a_loss_of_a_bound_module_under_a_plan():
@@ -225,8 +237,7 @@ def test_a_train_state_is_an_argument_like_any_other():
 )
 def test_policies_on_a_model_that_nobody_edits(patterns, paths):
     """By name, type or path; results, statistics, dropout and gradients stay, regions appear, and are listed."""
-    variables = init(Net())
-    wanted = gradient(Net(), variables)
+    variables, wanted = plain_step(Net)
     with policies(patterns) as swap:
         chex.assert_trees_all_equal(init(Net()), variables)
         got = gradient(Net(), variables)
@@ -240,31 +251,31 @@ def test_policies_on_a_model_that_nobody_edits(patterns, paths):
 @pytest.mark.parametrize("pattern", ["Block", "block", "block.out"])
 def test_policies_inside_nn_scan(pattern):
     """A module in a loop is matched by its class, its name and its path, once, and its regions stand in the body."""
-    variables = init(Scanned())
-    wanted = gradient(Scanned(), variables)
+    variables, wanted = plain_step(Scanned)
     with policies({pattern: "save_nothing"}) as swap:
         got = gradient(Scanned(), variables)
         assert n_regions(lambda v: gradient(Scanned(), v), variables) > 0
     assert_same(got, wanted)
     assert {m.path for m in swap.matched} == {"block/out" if "out" in pattern else "block"}
     with pytest.raises(PolicyError, match=r"Called were: .*block Block"), policies({"block_7": "save_nothing"}):
-        gradient(Scanned(), variables)
+        jax.eval_shape(lambda v: gradient(Scanned(), v), variables)
 
 
 def test_what_matched_is_shown_by_names_of_policies():
     """JAX's policies by name, not by address."""
+    variables, _ = plain_step(Net)
     jax_policies = {"block_0": checkpoint_policies.dots_saveable, "block_1": checkpoint_policies.nothing_saveable}
     names = checkpoint_policies.save_only_these_names("attention")
     both = checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, names)
     with policies({**jax_policies, "shared": both}) as swap:
-        gradient(Net(), init(Net()))
+        jax.eval_shape(lambda v: gradient(Net(), v), variables)
     assert [m.policy for m in swap.matched] == ["dots_saveable", "save_from_both_policies", "nothing_saveable"]
     assert " at 0x" not in str(swap)
 
 
 def test_inner_policies_hold_inside_outer_ones():
     """A module that saves nothing inside one that saves what is costly: only its own products are made again."""
-    variables = init(Net())
+    variables, _ = plain_step(Net)
 
     def products():
         return str(jax.make_jaxpr(lambda v: gradient(Net(), v)[1])(variables)).count(" dot_general[")
@@ -281,9 +292,9 @@ def test_inner_policies_hold_inside_outer_ones():
 
 def test_a_pattern_that_matches_nothing_is_an_error():
     """The error says what was called, and what may have been meant."""
-    variables = init(Net())
+    variables, _ = plain_step(Net)
     with pytest.raises(PolicyError, match="Did you mean 'Block'") as error, policies({"Blok": "save_costly"}):
-        gradient(Net(), variables)
+        jax.eval_shape(lambda v: gradient(Net(), v), variables)
     assert "block_0 Block" in str(error.value)
     step = jax.jit(lambda v: gradient(Net(), v))
     step(variables)

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
@@ -262,24 +261,6 @@ def test_one_module_class_under_policies_chosen_at_run_time(policy):
     assert_same([jax.tree.leaves(got)], [jax.tree.leaves(wanted)])
     assert_same([jax.tree.leaves(nnx.state(wrapped))], [jax.tree.leaves(nnx.state(plain))])
     assert int(wrapped.calls[...]) == 1
-
-
-def test_an_optimizer_trains_the_same():
-    """nnx.Optimizer, five steps: the losses of the plain loop."""
-
-    def losses(loss):
-        model = Net()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            value, grads = nnx.value_and_grad(loss)(model, X)
-            optimizer.update(model, grads)
-            return value
-
-        return [float(step(model, optimizer)) for _ in range(5)]
-
-    chex.assert_trees_all_close(losses(jaxsub_nnx.sublinear(loss, verify=False)), losses(loss), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
