@@ -37,8 +37,8 @@ from measuring import traced_flops  # noqa: E402
 from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
 DEPTHS = {
-    14: (2, 2),
-    26: (4, 4),
+    14: (4,),
+    26: (8,),
     50: (3, 4, 6, 3),
     98: (6, 8, 12, 6),
     194: (12, 16, 24, 12),

@@ -32,11 +32,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 import models  # noqa: E402
 from records import Cell, Measured, figure, over_budget  # noqa: E402
 
-DEPTHS = {14: (2, 2), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
+DEPTHS = {14: (4,), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
 RESNET = dict(batch=16, size=64, width=16, classes=10)
 LSTM = dict(layers=4, batch=32, n_in=50, width=256, classes=500)
 STEPS = (16, 32, 64)
-QUICK_RESNET = dict(batch=8, size=32, width=8, classes=10)
+QUICK_RESNET = dict(batch=4, size=32, width=8, classes=10)
 QUICK_LSTM = dict(layers=1, batch=16, n_in=10, width=64, classes=50)
 TURNS, QUICK_TURNS = 20, 5
 COLORS = {"plain": "#8a8a8a", "half": "#56b4e9", "root": "#0072b2"}
@@ -83,7 +83,7 @@ def cells(is_quick: bool) -> Iterator[Cell]:
     turns = QUICK_TURNS if is_quick else TURNS
     for n in (14,) if is_quick else (26, 50, 98, 194):
         yield Cell(f"resnet/{n}", partial(timed, "resnet", n, QUICK_RESNET if is_quick else RESNET, turns))
-    for n in (8,) if is_quick else STEPS:
+    for n in (4,) if is_quick else STEPS:
         yield Cell(f"lstm/{n}", partial(timed, "lstm", n, QUICK_LSTM if is_quick else LSTM, turns))
 
 

@@ -32,12 +32,11 @@ from jaxsub.program import trace
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from networks import NETWORKS, Network, vgg19  # noqa: E402
+from networks import NETWORKS, QUICK, Network  # noqa: E402
 from records import Cell, Measured, figure  # noqa: E402
 
 MEMORY, QUICK_MEMORY = 16 * 10**9, 64 * 10**6
 NAMES = ("vgg-19", "mobilenet", "unet", "resnet-50")
-QUICK = Network("vgg-tiny", vgg19, 16, dict(batch=32, size=32, width=8, classes=10), is_convolutional=True)
 WAYS = ("no checkpoints", "√n segments", "Chen et al., greedy", "jaxsub")
 PLANNED: dict[str, dict[str, Any]] = {
     "Chen et al., greedy": dict(planner="chen", verify=False),
@@ -176,7 +175,7 @@ def main() -> None:
     figure(
         __doc__,
         HERE.parent / "results" / "peers" / "batches.json",
-        quick=lambda: cells([QUICK], QUICK_MEMORY),
+        quick=lambda: cells([network.resized(batch=16) for network in QUICK], QUICK_MEMORY),
         full=lambda: cells([by_name[name] for name in NAMES], MEMORY),
         table=table,
         draw=draw,
