@@ -132,7 +132,7 @@ class _Search:
             else:  # to ask for more than it is predicted to need would give this plan again
                 high = min(high, (predicted, needed)) if high else (predicted, needed)
             if self.is_good(plan, needed):
-                self.dare(cuts, limit, int(inner + self.budget_bytes * (1 + SPREAD) - needed))
+                self.dare(cuts, limit, int(predicted + self.budget_bytes * (1 + SPREAD) - needed))
                 break
             following = _between(low, high, inner, needed, aim, worst)
             if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
@@ -150,7 +150,8 @@ class _Search:
         if _share_again(plan) >= _share_again(self.best):
             return _needed(self.best)
         at_least = predicted + min(self.least_error, self.least_error // 2)
-        return None if self.verifier.is_known(plan) or at_least <= self.budget_bytes else at_least
+        may_fit = at_least <= self.budget_bytes * (1 + MARGIN)  # sizes are few and round: many a plan fits to the byte
+        return None if self.verifier.is_known(plan) or may_fit else at_least
 
     def dare(self, cuts: Sequence[int], limit: int, asked: int) -> None:
         """Try one plan that may not fit, where it would execute much less again than the best that does."""

@@ -59,13 +59,13 @@ def test_a_plan_between_one_that_fits_and_one_that_does_not_is_found():
 @pytest.mark.parametrize(("needed", "again"), [(0.99, 0.4), (1.01, 1.5)])
 def test_a_much_cheaper_plan_is_tried_a_little_above_the_budget(needed, again):
     """One more compile, and it is kept where it fits."""
-    assert repaired((0.95, 0.97, 1.5), (1.03, needed, 0.4)) == (again, 3)
+    assert repaired((0.95, 0.97, 1.5), (1.005, needed, 0.4)) == (again, 3)
 
 
 def test_little_is_not_dared_for():
     """A plan that fits and leaves little is taken where the next one spares little, or nobody expects it to fit."""
     assert repaired((0.95, 0.97, 0.45), (1.01, 0.99, 0.4)) == (0.45, 2)
-    assert repaired((0.95, 0.97, 1.5), (1.2, 0.99, 0.4)) == (1.5, 2)
+    assert repaired((0.95, 0.97, 1.5), (1.02, 0.99, 0.4)) == (1.5, 2)
 
 
 def test_what_spares_nothing_is_not_compiled():
@@ -73,6 +73,7 @@ def test_what_spares_nothing_is_not_compiled():
     assert repaired((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)) == (0.5, 3)
     assert repaired((0.9, 0.94, 0.5), (0.985, 0.99, 0.35), (0.99, 1.03, 0.3)) == (0.5, 3)
     assert repaired((0.9, 0.94, 0.5), (0.96, 0.98, 0.4), (0.98, 1.02, 0.3)) == (0.4, 4)
+    assert repaired((0.8892, 0.8889, 1.2), (1.0005, 1.0, 0.9)) == (0.9, 3)
 
 
 def test_the_least_that_is_named_is_met(monkeypatch):
