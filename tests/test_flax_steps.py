@@ -146,9 +146,10 @@ def chain():
 
 
 def test_a_step_of_modules_in_a_memory():
-    """The step fits what it is given, counted as for steps of arrays, and learns the same."""
+    """The step fits what it is given, counted as for steps of arrays and of shapes alone, and learns the same."""
     step = jaxsub_nnx.jit(step_of(jaxsub_nnx.sublinear(loss)), memory=0.7, donate_argnums=(0, 1), progress=False)
-    report = step.report(*start(chain), X)
+    report = step.report(*nnx.eval_shape(lambda: start(chain)), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert step.report(*start(chain), X) == report
     assert report.step_bytes <= report.memory_bytes < report.plain_bytes
     assert_same(train(step, chain), train(nnx.jit(step_of(loss)), chain))
 

@@ -229,7 +229,10 @@ class Jitted:
             return self._step.lower(*pure_args, **pure_kwargs)
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
-        """What the step takes and what was done, as `jaxsub.step.Step.report` says it; nothing is run."""
+        """What the step takes and what was done, as `jaxsub.step.Step.report` says it; nothing is run.
+
+        Modules and optimizers may be those of `nnx.eval_shape`, which hold shapes in the place of arrays.
+        """
         if not self._has_memory:
             raise ValueError('report() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
         with nnx.update_context(CONTEXT):
