@@ -133,7 +133,7 @@ def unwrapped_probe(program: Program, start: int, stop: int) -> Probe:
     def call(inputs: Sequence[Any], sums: Sequence[Any]) -> Any:
         results, pullback = vjp_of(function, function.call, inputs)
         results = jax.lax.optimization_barrier(results)
-        seeds = [jnp.ravel(r)[0].astype(jnp.float32) for r in results]
+        seeds = [jnp.ravel(r)[0].astype(jnp.float32) if r.size else jnp.float32(0) for r in results]
         cts = _fill([(r.shape, r.dtype) for r in results], seeds)
         return results, _finish(program, function, pullback(tuple(cts)), sums)
 

@@ -17,6 +17,7 @@ from jaxsub.budget import Budget
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan
 from jaxsub.pricing import Pricer
+from jaxsub.probes import probe
 from jaxsub.program import Program, trace
 from jaxsub.targets import get_target
 from jaxsub.verify import cut_choices
@@ -321,3 +322,11 @@ def test_mirror_counts():
     assert_as_plain(jax.jit(jax.grad(f))(*args), jax.jit(jax.grad(loss))(*args))
     with pytest.raises(ValueError, match="counts"):
         jaxsub.sublinear(loss, mirror=[1, 0])(*args)
+
+
+@pytest.mark.parametrize("what", ["forward", "keep", "unwrapped", "backward"])
+def test_empty_arrays_are_priced(what):
+    """A stage of arrays without elements, of an empty batch perhaps, is compiled like any other."""
+    program = trace(lambda w, x: jnp.tanh(x @ w).sum(), (jnp.ones((2, 2)), jnp.ones((0, 2))), {})
+    tried = probe(what, program, 0, 2, (), doubles=True)
+    assert jax.tree.leaves(jax.eval_shape(tried.call, *tried.args))
