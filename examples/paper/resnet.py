@@ -184,13 +184,15 @@ def draw(measured: Measured, path: Path) -> None:
     """One panel an account, both axes logarithmic, as in the paper."""
     lines = series(measured)
     accounts = list(dict.fromkeys(account for account, _ in lines))
-    fig, axes = plt.subplots(1, len(accounts), figsize=(5 * len(accounts), 4), squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(
+        1, len(accounts), figsize=(5 * len(accounts), 4), squeeze=False, sharey=True, layout="constrained"
+    )
     for ax, account in zip(axes[0], accounts, strict=True):
         for (of, strategy), by_depth in lines.items():
             if of == account:
                 color, marker = LINES[strategy]
                 sizes = [figures["bytes"] / 2**30 for figures in by_depth.values()]
-                label = f"{strategy} ({slope(by_depth):.2f})"
+                label = f"{strategy} ({slope(by_depth):.2f})" if len(by_depth) > 1 else strategy
                 ax.loglog(list(by_depth), sizes, color=color, marker=marker, label=label)
         title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
         ax.set(xlabel="layers", title=title, xticks=list(next(iter(lines.values()))))
