@@ -131,6 +131,12 @@ def unwrapped(eqn: Any) -> tuple[Any, dict[str, Any]]:
     return eqn.primitive, eqn.params
 
 
+def given_name(eqn: Any) -> str | None:
+    """What `checkpoint_name` calls an equation's result, with `jax_remat3` or without; `None` of other equations."""
+    primitive, params = unwrapped(eqn)
+    return str(params["name"]) if primitive.name == "name" else None
+
+
 def watch_regions(look: Callable[[Any, Any], None]) -> None:
     """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, whoever asked for it.
 

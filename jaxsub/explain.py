@@ -176,7 +176,7 @@ def residuals_of(program: Program) -> tuple[Residual, ...]:
 
 def _made(atom: Any, eqn: Any, makers: dict[Any, Any]) -> Residual:
     """A residual that an equation makes; a value the user named has what names it as its maker."""
-    name = eqn.params["name"] if eqn.primitive.name == "name" else None
+    name = compat.given_name(eqn)
     maker = makers.get(eqn.invars[0], eqn) if name is not None and compat.is_var(eqn.invars[0]) else eqn
     aval = atom.aval
     return Residual(tuple(aval.shape), str(aval.dtype), aval_bytes(aval), maker.primitive.name, compat.source_of(maker),

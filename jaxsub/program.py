@@ -254,9 +254,7 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
     out_ids = tuple(index[a] for a in outvars if compat.is_var(a))
     digest.update(repr(([str(v.aval) for v in invars], out_ids, tuple(differentiated), loss)).encode())
     avals = [v.aval for v in invars] + [v.aval for eqn in eqns for v in eqn.outvars]
-    named = {
-        n.outputs[0]: eqn.params["name"] for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name == "name"
-    }
+    named = {n.outputs[0]: name for n, eqn in zip(nodes, eqns, strict=True) if (name := compat.given_name(eqn))}
     active = _active(nodes, avals, differentiated, _loss_values(outvars, index, loss))
     producer = [None] * len(invars) + [n.index for n in nodes for _ in n.outputs]
     values = tuple(
@@ -276,7 +274,7 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
 
 
 def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node:
-    name = eqn.primitive.name
+    name = compat.unwrapped(eqn)[0].name
     touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
     can_recompute = not touches_ref and not _runs_once(eqn)
     return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),

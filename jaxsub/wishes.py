@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxsub import compat
 from jaxsub.errors import UnsupportedError
 from jaxsub.flops import bodies_of
 from jaxsub.plan import Plan
@@ -65,8 +66,8 @@ def read_wishes(program: Program, counts: Mapping[str, int]) -> Wishes:
         raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong)}")
     named: dict[str, list[int]] = {}
     for eqn, node in zip(program.eqns, program.graph.nodes, strict=True):
-        if eqn.primitive.name == "name":
-            named.setdefault(eqn.params["name"], []).append(node.outputs[0])
+        if (name := compat.given_name(eqn)) is not None:
+            named.setdefault(name, []).append(node.outputs[0])
     unknown = [name for name in counts if name not in named]
     if unknown:
         raise ValueError(_unknown(unknown, sorted(named), {name for eqn in program.eqns for name in _inner(eqn)}))
@@ -86,8 +87,8 @@ def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str]) -> s
 def _inner(eqn: Any) -> Iterator[str]:
     for body in bodies_of(eqn):
         for inner in body.eqns:
-            if inner.primitive.name == "name":
-                yield inner.params["name"]
+            if (name := compat.given_name(inner)) is not None:
+                yield name
             yield from _inner(inner)
 
 

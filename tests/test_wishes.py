@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 import jaxsub
 from jaxsub.budget import Budget
 from jaxsub.chain import Run
+from jaxsub.compat import remat_flavour
 from jaxsub.errors import UnsupportedError
 from jaxsub.flops import bodies_of
 from jaxsub.plan import Plan, plan_from_runs
@@ -53,6 +54,11 @@ def executions(f: Any, name: str) -> int:
     return sum(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in equations(jaxpr))
 
 
+by_remat2 = pytest.mark.skipif(
+    remat_flavour() == "remat3", reason="jax_remat3 leaves names out of what it executes again: nothing to be counted"
+)
+
+
 class Halves:
     """A planner of one's own: two regions and the last stage."""
 
@@ -66,6 +72,7 @@ class Halves:
 PLANNERS = [*names(), "recursive(1)", "revolve(2)", Halves()]
 
 
+@by_remat2
 @pytest.mark.parametrize("planner", PLANNERS, ids=lambda p: p if isinstance(p, str) else type(p).__name__)
 @pytest.mark.parametrize(
     "counts", [{"wide": 0}, {"wide": 1}, {"narrow": 0, "wide": 2}, {"wide": 0, "narrow": 0}], ids=str
@@ -79,12 +86,14 @@ def test_every_planner_honours_wishes(planner, counts):
     chex.assert_trees_all_close(jax.grad(f)(*arguments()), jax.grad(loss)(*arguments()), rtol=1e-5, atol=1e-6)
 
 
+@by_remat2
 @pytest.mark.parametrize("planner", ["recursive(1)", "optimal"])
 def test_without_wishes_planners_do_otherwise(planner):
     """The check can fail: left alone, planners make the values again."""
     assert executions(jaxsub.sublinear(loss, planner=planner, verify=False, cache=False), "wide") > LAYERS
 
 
+@by_remat2
 def test_wishes_are_measured_with_the_plan():
     """With a budget the plan that honours the wish is compiled and fits; with all of it, the wish still holds."""
     for budget in (0.6, 1.0):
