@@ -32,11 +32,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 import models  # noqa: E402
 from records import Cell, Measured, figure, over_budget  # noqa: E402
 
-DEPTHS = {14: (4,), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
+DEPTHS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
 RESNET = dict(batch=16, size=64, width=16, classes=10)
 LSTM = dict(layers=4, batch=32, n_in=50, width=256, classes=500)
-STEPS = (16, 32, 64)
-QUICK_RESNET = dict(batch=4, size=32, width=8, classes=10)
+STEPS, QUICK_STEPS = (16, 32, 64), 4
 QUICK_LSTM = dict(layers=1, batch=16, n_in=10, width=64, classes=50)
 TURNS, QUICK_TURNS = 20, 5
 COLORS = {"plain": "#8a8a8a", "half": "#56b4e9", "root": "#0072b2"}
@@ -79,12 +78,14 @@ def seconds(step: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 
 def cells(is_quick: bool) -> Iterator[Cell]:
-    """Every cell of the figure: a network at a depth, all its variants."""
-    turns = QUICK_TURNS if is_quick else TURNS
-    for n in (14,) if is_quick else (26, 50, 98, 194):
-        yield Cell(f"resnet/{n}", partial(timed, "resnet", n, QUICK_RESNET if is_quick else RESNET, turns))
-    for n in (4,) if is_quick else STEPS:
-        yield Cell(f"lstm/{n}", partial(timed, "lstm", n, QUICK_LSTM if is_quick else LSTM, turns))
+    """Every cell of the figure: a network at a depth, all its variants; of `--quick` the short LSTM alone."""
+    if is_quick:
+        yield Cell(f"lstm/{QUICK_STEPS}", partial(timed, "lstm", QUICK_STEPS, QUICK_LSTM, QUICK_TURNS))
+        return
+    for n in (26, 50, 98, 194):
+        yield Cell(f"resnet/{n}", partial(timed, "resnet", n, RESNET, TURNS))
+    for n in STEPS:
+        yield Cell(f"lstm/{n}", partial(timed, "lstm", n, LSTM, TURNS))
 
 
 def ratios(figures: dict[str, Any], label: str) -> tuple[float, float, float]:
@@ -114,9 +115,11 @@ def broken(measured: Measured) -> Iterator[str]:
 
 def draw(measured: Measured, path: Path) -> None:
     """Seconds a step against depth, a panel a network."""
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for ax, name in zip(axes, ("resnet", "lstm"), strict=True):
+    names = list(dict.fromkeys(key.split("/")[0] for key in measured))
+    fig, axes = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False, layout="constrained")
+    for ax, name in zip(axes[0], names, strict=True):
         found = {int(key.split("/")[1]): figures for key, figures in measured.items() if key.startswith(name)}
+        found = dict(sorted(found.items()))
         for label, color in COLORS.items():
             medians = [statistics.median(figures["seconds"][label]) for figures in found.values()]
             ax.plot(list(found), medians, color=color, marker="o", label=LABELS[label])
