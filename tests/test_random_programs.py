@@ -90,7 +90,7 @@ def halves():
 
 @pytest.mark.parametrize("hundred", list(halves()))
 def test_random_programs_interpreted(hundred):
-    """A hundred programs: values and gradients, and in turn tangents, a batch of gradients, second derivatives."""
+    """A hundred programs: values, gradients, and in turn tangents, a batch, the gradient of a batch, second derivatives."""
     for number in range(100 * hundred, 100 * hundred + 100):
         check(number)
 
