@@ -90,7 +90,7 @@ def halves():
 
 @pytest.mark.parametrize("hundred", list(halves()))
 def test_random_programs_interpreted(hundred):
-    """A hundred programs: values, gradients, and in turn tangents, a batch, the gradient of a batch, second derivatives."""
+    """A hundred programs: values and gradients, in turn tangents, batches, gradients of batches and of gradients."""
     for number in range(100 * hundred, 100 * hundred + 100):
         check(number)
 
