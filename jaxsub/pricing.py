@@ -42,7 +42,7 @@ REGION_SIZES = (2, 4, 8)
 HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add", "scan"))
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
-PROBES = 3  # raise it when a probe changes: prices that are stored come from another one
+PROBES = 4  # raise it when a probe changes: prices that are stored come from another one
 
 Kind = str
 Saved = tuple[int, ...] | Way

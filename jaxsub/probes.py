@@ -163,9 +163,9 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
 
     def call(inputs: Sequence[Any], seed: Any) -> Any:
         ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), jnp.broadcast_to(seed, (BALLAST_BYTES // 4,)))
-        *inputs, ballast = jax.lax.optimization_barrier((*inputs, ballast))
+        *inputs, seeds = jax.lax.optimization_barrier((*inputs, _seeds_of(ballast, len(outs))))
         results, pullback = vjp_of(function, region, inputs)
-        cts = _fill([(r.shape, r.dtype) for r in results], jax.lax.dynamic_slice(ballast, (0,), (max(len(outs), 1),)))
+        cts = _fill([(r.shape, r.dtype) for r in results], seeds)
         return _finish(program, function, pullback(tuple(cts)), is_summed=True, apart=looked_up)
 
     return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
@@ -191,12 +191,16 @@ def keep_probe(program: Program, start: int, stop: int, *, doubles: bool, made: 
         seed = sum(jnp.sum(r).astype(jnp.float32) for r in results)
         ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
         ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), ballast)
-        seeds = jax.lax.dynamic_slice(ballast, (0,), (max(len(results), 1),))
-        cts = _fill([(r.shape, r.dtype) for r in results], seeds)
+        cts = _fill([(r.shape, r.dtype) for r in results], _seeds_of(ballast, len(results)))
         return _finish(program, function, pullback(tuple(cts)), is_summed=True)
 
     given = jax.ShapeDtypeStruct((max(len(made), 1),), jnp.float32)
     return Probe(call, (avals, given), BALLAST_BYTES * (2 if doubles else 1))
+
+
+def _seeds_of(ballast: Any, n: int) -> Any:
+    """What cotangents are made from, behind a barrier: a cotangent that reads the ballast would stand beside it."""
+    return jax.lax.optimization_barrier(jax.lax.dynamic_slice(ballast, (0,), (max(n, 1),)))
 
 
 def _with_made(inputs: Sequence[Any], avals: Sequence[Any], made: Sequence[int], seeds: Any) -> list[Any]:

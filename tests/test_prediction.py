@@ -1,13 +1,16 @@
 """Predicted peaks beside what the compiler allocates: what crosses a cut and dies there, what outputs host."""
 
+import importlib
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 import zoo
 
+import jaxsub
 from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, predict
 from jaxsub.hosting import gradient_sizes, hosted_bytes
 from jaxsub.planners import get
@@ -161,6 +164,17 @@ def test_a_whole_sum_frees_its_parts(store):
     assert needed <= plan.prediction.temp_bytes < piled.prediction.temp_bytes
 
 
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_what_a_stage_keeps_is_no_cotangent(target):
+    """Of x + gelu(x @ w) a GPU keeps the product alone, a CPU what is slow of the GELU too; never what comes later."""
+    if target == "h100":
+        pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+    loss, init = zoo.BY_NAME["mlp"].build(layers=4, batch=1024, width=256)
+    program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
+    chain = Pricer(program, get_target(target)).chain(cut_choices(program)[0])
+    assert chain.stages[1].keep_bytes == pytest.approx({"cpu": 2, "h100": 1}[target] * 1024 * 256 * 4, rel=0.01)
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 
@@ -175,3 +189,16 @@ def test_a_product_that_sums_over_two_axes_reads_a_copy():
         chain = Pricer(program, CPU, is_compiled=False).chain(cut_choices(program)[0])
         transients.append(chain.stages[2].transient_bytes)
     assert transients[1] - transients[0] == 256 * 16 * 4
+
+
+def test_the_page_is_made_of_the_results(capsys, monkeypatch):
+    """The page of predicted peaks is what its benchmark prints of the results that are kept; every aim is in it."""
+    examples = Path(jaxsub.__file__).parent.parent / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    monkeypatch.syspath_prepend(str(examples / "benchmarks"))
+    prediction = importlib.import_module("prediction")
+    prediction.table(prediction.load(prediction.RESULTS))
+    page = capsys.readouterr().out
+    assert page == (prediction.RESULTS.parent / "README.md").read_text("utf-8")
+    assert "| compiled | cpu | 3" in page
+    assert "1% and 8%" in page
