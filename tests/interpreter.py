@@ -139,6 +139,19 @@ def _sliced(params, x):
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
 
 
+def _window(x, starts, sizes):
+    """Where a window of these sizes begins so that it stays inside, as JAX moves it."""
+    return tuple(
+        slice(at := min(max(int(s), 0), d - n), at + n) for s, d, n in zip(starts, x.shape, sizes, strict=True)
+    )
+
+
+def _updated(params, x, part, *starts):
+    out = x.copy()
+    out[_window(x, starts, part.shape)] = part
+    return out
+
+
 def _selected(params, which, *cases):
     if which.dtype == bool:
         return np.where(which, cases[1], cases[0])
@@ -207,6 +220,12 @@ NUMPY = {
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
+    "stack": lambda params, *xs: np.stack(xs, params["axis"]),
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),
+    "iota": lambda params: np.indices(params["shape"], params["dtype"])[params["dimension"]],
+    "dynamic_slice": lambda params, x, *starts: x[_window(x, starts, params["slice_sizes"])],
+    "dynamic_update_slice": _updated,
+    "complex": lambda params, x, y: (x + 1j * y).astype(np.result_type(x, np.complex64)),
     "split": lambda params, x: np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"]),
     "convert_element_type": _converted,
     "broadcast_in_dim": _broadcast,
