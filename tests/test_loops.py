@@ -281,15 +281,15 @@ def long_chain(ws, x):
 LONG = (jax.ShapeDtypeStruct((1024, 128, 128), "float32"), jax.ShapeDtypeStruct((1024, 128), "float32"))
 
 
-@pytest.mark.parametrize(("units", "flops"), [(141, 1.34), (77, 1.68), (59, 2.02)])
-def test_a_thousand_steps_fit_in_a_few(units, flops):
-    """1024 steps that plainly need over two thousand carries are planned into a budget, as the compiler confirms."""
+def test_a_thousand_steps_fit_in_a_few(tmp_path):
+    """1024 steps that plainly need over two thousand carries are planned into budgets, as the compiler confirms."""
     unit = 1024 * 128 * 4
-    plain = jaxsub.measure(long_chain, *LONG, argnums=(0, 1))
+    plain, plain_flops = jaxsub.measure(long_chain, *LONG, argnums=(0, 1)), gradient_flops(long_chain, LONG)
     assert plain.temp_bytes > 2000 * unit
-    g = jaxsub.sublinear(long_chain, budget=units * unit, argnums=(0, 1), cache=False, progress=False)
-    assert jaxsub.measure(g, *LONG, argnums=(0, 1)).temp_bytes <= units * unit
-    assert gradient_flops(g, LONG) <= flops * gradient_flops(long_chain, LONG)
+    for units, flops in ((141, 1.34), (77, 1.68), (59, 2.02)):  # what is priced once is kept for the other budgets
+        g = jaxsub.sublinear(long_chain, budget=units * unit, argnums=(0, 1), cache=tmp_path, progress=False)
+        assert jaxsub.measure(g, *LONG, argnums=(0, 1)).temp_bytes <= units * unit
+        assert gradient_flops(g, LONG) <= flops * plain_flops
 
 
 def test_a_loop_is_planned_with_what_stands_around_it():
