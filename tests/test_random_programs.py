@@ -1,10 +1,10 @@
 """Random programs under random plans: every derivative is the plain program's.
 
 `tests/random_programs.py` makes the programs and the plans. Most are interpreted, equation by equation, which takes
-a tenth of a second; some are compiled as `jaxsub.jit` compiles. More by number, or compiled, with
+a fraction of a second; some are compiled as `jaxsub.jit` compiles. More by number, and every step compiled, with
 
     python tests/random_programs.py 2000 50000
-    pytest tests/test_random_programs.py -m exhaustive --hypothesis-seed=0
+    pytest tests/test_random_programs.py -m exhaustive
 """
 
 import hypothesis.strategies as st
