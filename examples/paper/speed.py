@@ -6,7 +6,7 @@ machine does falls on all of them alike. The table gives medians, and the middle
 of the same turn.
 
     python examples/paper/speed.py            # sizes for a CPU of two cores, about half an hour
-    python examples/paper/speed.py --quick    # small networks, under two minutes
+    python examples/paper/speed.py --quick    # a small LSTM, under two minutes
     python examples/paper/speed.py --draw     # the table and the picture again, from the results alone
 """
 
