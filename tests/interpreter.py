@@ -2,8 +2,7 @@
 
 The commonest primitives are NumPy's; everything else is JAX's own, called eagerly, which compiles it once for each of
 its shapes and parameters. Loops are run step by step, calls and `jax.checkpoint` regions by their bodies. Every result
-has the shape and dtype that its equation says, or the interpreter fails. `tests/test_random_programs.py` compares it
-with compiled programs.
+has the shape and dtype that its equation says, or the interpreter fails.
 """
 
 from string import ascii_letters

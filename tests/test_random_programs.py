@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from interpreter import evaluate
 from jax import random
 from random_programs import JITTED, KEY, STEPS, UNARY, N, check, has_tangents, kept_out, loss_of, planned, random_plan
 from zoo import smooth_abs
@@ -66,19 +65,16 @@ def assert_alike(got, wanted):
 def compare(loss, program, plan):
     """Under a plan, from which what must run once is kept out, all derivatives are the plain ones."""
     is_forward = has_tangents(program)
-    wanted = compiled(loss, is_forward)
-    assert_alike(compiled(jaxsub.sublinear(loss, plan=kept_out(program, plan)), is_forward), wanted)
-    return wanted
+    assert_alike(compiled(jaxsub.sublinear(loss, plan=kept_out(program, plan)), is_forward), compiled(loss, is_forward))
 
 
 @settings(max_examples=6)
 @given(programs, st.integers(0, 2**32 - 1))
 def test_random_programs_compiled(steps_of_program, seed):
-    """Values, gradients, tangents, batches, second derivatives are the plain program's, interpreted too."""
+    """Values, gradients, tangents, batches, second derivatives are the plain program's."""
     loss = loss_of(steps_of_program)
     program = trace(loss, ARGUMENTS[:2], {})
-    wanted = compare(loss, program, (random_plan if seed % 2 else planned)(program, seed // 2))
-    assert_alike(evaluate(jax.make_jaxpr(derivatives(loss, has_tangents(program)))(*ARGUMENTS), ARGUMENTS), wanted)
+    compare(loss, program, (random_plan if seed % 2 else planned)(program, seed // 2))
 
 
 def halves():
