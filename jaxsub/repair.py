@@ -2,8 +2,8 @@
 
 The planner is asked for a plan within an inner budget, the plan is compiled, and what the compiler allocates moves the
 inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
-that fits and leaves little is taken, unless a much cheaper one is predicted to need only a little more: it is tried
-too. Of several that fit it is the one that executes least again. When none fits, the
+that fits and leaves little is taken, unless a cheaper one is expected to fit as well, or a much cheaper one to need
+only a little more: it is tried too. Of several that fit it is the one that executes least again. When none fits, the
 planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included.
@@ -33,7 +33,8 @@ MARGIN = 0.003
 
 MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
 """Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
-this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers.
+What a plan that fits leaves over is filled by one more compile where that is predicted to spare as much."""
 
 SPREAD = 0.03
 """Share of the budget by which predictions of plans next to each other err differently: where a plan that fits executes
@@ -132,7 +133,9 @@ class _Search:
             else:  # to ask for more than it is predicted to need would give this plan again
                 high = min(high, (predicted, needed)) if high else (predicted, needed)
             if self.is_good(plan, needed):
-                self.dare(cuts, limit, int(predicted + self.budget_bytes * (1 + SPREAD) - needed))
+                spare = predicted + self.budget_bytes - needed
+                self.dare(cuts, limit, int(spare + SPREAD * self.budget_bytes), MUCH_AGAIN)
+                self.dare(cuts, limit, spare, GAIN)
                 break
             following = _between(low, high, inner, needed, aim, worst)
             if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
@@ -153,12 +156,12 @@ class _Search:
         may_fit = at_least <= self.budget_bytes * (1 + MARGIN)  # sizes are few and round: many a plan fits to the byte
         return None if self.verifier.is_known(plan) or may_fit else at_least
 
-    def dare(self, cuts: Sequence[int], limit: int, asked: int) -> None:
-        """Try one plan that may not fit, where it would execute much less again than the best that does."""
+    def dare(self, cuts: Sequence[int], limit: int, asked: int, gain: float) -> None:
+        """Try one plan that may not fit, where it would spare so much of a forward pass beside the best that does."""
         again = _share_again(self.best) if self.best else 0.0
-        if again > MUCH_AGAIN:
+        if again > gain:
             plan = settle(self.verifier.pricer, cuts, self.planner, asked)
-            if _share_again(plan) < again - MUCH_AGAIN and self._may_try(plan, limit):
+            if _share_again(plan) < again - gain and self._may_try(plan, limit):
                 self.try_(plan)
 
     def _may_try(self, plan: Plan, limit: int) -> bool:

@@ -62,6 +62,13 @@ def test_a_much_cheaper_plan_is_tried_a_little_above_the_budget(needed, again):
     assert repaired((0.95, 0.97, 1.5), (1.005, needed, 0.4)) == (again, 3)
 
 
+def test_what_is_left_over_is_filled():
+    """A plan that fits as exactly as the first errs, and spares a little, is worth one more compile."""
+    assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.4)) == (0.4, 3)
+    assert repaired((0.98, 0.965, 0.45), (1.02, 0.995, 0.4)) == (0.45, 2)
+    assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.44)) == (0.45, 2)
+
+
 def test_little_is_not_dared_for():
     """A plan that fits and leaves little is taken where the next one spares little, or nobody expects it to fit."""
     assert repaired((0.95, 0.97, 0.45), (1.01, 0.99, 0.4)) == (0.45, 2)
