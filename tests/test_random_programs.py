@@ -7,14 +7,30 @@ a fraction of a second; some are compiled as `jaxsub.jit` compiles. More by numb
     pytest tests/test_random_programs.py -m exhaustive
 """
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from interpreter import evaluate
 from jax import random
-from random_programs import JITTED, KEY, STEPS, UNARY, N, check, has_tangents, kept_out, loss_of, planned, random_plan
+from jax.extend.core import jaxpr_as_fun
+from random_programs import (
+    JITTED,
+    KEY,
+    STEPS,
+    UNARY,
+    N,
+    check,
+    has_tangents,
+    kept_out,
+    loss_of,
+    planned,
+    random_plan,
+    random_steps,
+)  # fmt: skip
 from zoo import smooth_abs
 
 import jaxsub
@@ -110,6 +126,19 @@ def test_the_compiled_check_can_fail():
     smooth, rough = UNARY.index(smooth_abs), UNARY.index(jnp.abs)
     with pytest.raises(AssertionError):
         assert_alike(compiled(loss_of([(smooth, 0, 0)] * 3)), compiled(loss_of([(rough, 0, 0)] * 3)))
+
+
+@pytest.mark.parametrize("number", [1, 8, 9, 21])
+def test_interpreting_computes_what_xla_does(number):
+    """The interpreter's value and gradients of a program are those of the compiled program, to rounding."""
+    rng = np.random.default_rng(number)
+    loss = loss_of(random_steps(rng))
+    with jax.enable_x64(True):
+        arguments = tuple(rng.normal(size=(2, N, N)))
+        gradient = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
+        interpreted = evaluate(gradient, arguments)
+        wanted = jax.jit(jaxpr_as_fun(gradient), compiler_options=FAST_COMPILE)(*arguments)
+        chex.assert_trees_all_close(interpreted, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("number", [1, 8, 9])
