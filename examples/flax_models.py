@@ -44,9 +44,8 @@ HEADER = """# Flax's own example models under budgets
 `python examples/flax_models.py --table > examples/results/flax/README.md` makes this page of the JSON files here; the
 command above each table measured them. MiB are what the compiler allocates for value and gradient beside arguments and
 outputs; FLOPs are those it counts. A row of jaxsub stands at the memory of a row by hand that no other one beats, to a
-thousandth, or says the least it knows; with `--full`, only the first of Gemma's is measured yet. Losses are those of
-the first and the last of 20 steps, on one random batch; `apart` is the largest relative difference from the plain ones
-in any step.
+thousandth, or says the least it knows. Losses are those of the first and the last of 20 steps, on one random batch;
+`apart` is the largest relative difference from the plain ones in any step.
 """
 WAYS_BY_HAND = {"toy": 0, "trained": 1, "full": 7}
 
