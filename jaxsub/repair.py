@@ -33,8 +33,10 @@ MARGIN = 0.003
 
 MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
 """Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
-this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers.
-What a plan that fits leaves over is filled by one more compile where that is predicted to spare as much."""
+this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+
+FILL = 0.005
+"""What a plan that fits leaves over is filled by one more compile where that spares this share of a forward pass."""
 
 SPREAD = 0.03
 """Share of the budget by which predictions of plans next to each other err differently: where a plan that fits executes
@@ -135,7 +137,7 @@ class _Search:
             if self.is_good(plan, needed):
                 spare = predicted + self.budget_bytes - needed
                 self.dare(cuts, limit, int(spare + SPREAD * self.budget_bytes), MUCH_AGAIN)
-                self.dare(cuts, limit, spare, GAIN)
+                self.dare(cuts, limit, spare, FILL)
                 break
             following = _between(low, high, inner, needed, aim, worst)
             if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:

@@ -66,7 +66,7 @@ def test_what_is_left_over_is_filled():
     """A plan that fits as exactly as the first errs, and spares a little, is worth one more compile."""
     assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.4)) == (0.4, 3)
     assert repaired((0.98, 0.965, 0.45), (1.02, 0.995, 0.4)) == (0.45, 2)
-    assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.44)) == (0.45, 2)
+    assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.447)) == (0.45, 2)
 
 
 def test_little_is_not_dared_for():
