@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
-import hashlib
 import zlib
-from pathlib import Path
 from typing import Any
 
 from jaxsub import compat
 from jaxsub.plan import Plan
 from jaxsub.planners import Planner
 from jaxsub.program import Program
-from jaxsub.store import Store, key_of
+from jaxsub.store import Store, code_digest, key_of
 from jaxsub.targets import Target
 from jaxsub.verify import finish
 
@@ -56,12 +53,3 @@ def _read(text: Any) -> Plan | None:
         return Plan.from_json(zlib.decompress(base64.b64decode(text)).decode())
     except (binascii.Error, zlib.error, ValueError, TypeError, KeyError):
         return None
-
-
-@functools.cache
-def code_digest() -> str:
-    """A digest of this package's code: a plan of other code is not taken for one of this."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

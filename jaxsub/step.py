@@ -30,11 +30,11 @@ from jaxsub.holders import Held, StepReport, held_by, infeasible, report
 from jaxsub.leaves import losing_nothing
 from jaxsub.plan import stored_measurement
 from jaxsub.planning import Progress
-from jaxsub.shelf import code_digest, find_plan, put_plan
+from jaxsub.shelf import find_plan, put_plan
 from jaxsub.sites import Site, Trial
 from jaxsub.sizing import Attempt, Sizing, step_bytes
 from jaxsub.statics import Statics
-from jaxsub.store import key_of, open_store
+from jaxsub.store import code_digest, key_of, open_store
 from jaxsub.targets import Target, get_target
 
 JAX_SHARE = 0.75

@@ -53,6 +53,15 @@ def key_of(*parts: str, schema: int = SCHEMA) -> str:
     return hashlib.sha256(json.dumps([schema, _versions(), parts]).encode()).hexdigest()
 
 
+@functools.cache
+def code_digest() -> str:
+    """A digest of this package's code: part of the key of what any of it may change, such as whole plans."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def open_store(cache: bool | str | os.PathLike[str] | Store = True) -> Store:
     """Find the store that a `cache` argument asks for.
 

@@ -24,7 +24,7 @@ from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
 from jaxsub.spread import constrain, placed
 from jaxsub.stages import find_cuts, shares_most_weights
-from jaxsub.store import key_of
+from jaxsub.store import code_digest, key_of
 from jaxsub.timeline import name_pieces, value_label
 
 LONG_SECONDS = 10.0
@@ -118,6 +118,7 @@ class Verifier:
         target = self.pricer.target
         return key_of(
             "plan",
+            code_digest(),  # emission decides what is measured
             compat.remat_flavour(),
             target.name,
             target.spec or "",

@@ -48,6 +48,21 @@ def test_a_plan_is_found_without_pricing(tmp_path, priced_runs):
     assert made.measurement is not None
 
 
+def test_what_other_code_emitted_is_measured_anew(tmp_path, monkeypatch):
+    """A measurement on disk is of a plan as this package's code writes it: other code does not believe it."""
+    asked = dict(budget=0.8, cache=tmp_path, planner=lambda chain, budget_bytes: get("auto")(chain, budget_bytes))
+    compiles = []
+    compile_ = jaxsub.verify.measure_compiled
+    monkeypatch.setattr("jaxsub.verify.measure_compiled", lambda *a: compiles.append(a) or compile_(*a))
+    planned(**asked)
+    n_first = len(compiles)
+    planned(**asked)
+    assert n_first == len(compiles) > 1
+    monkeypatch.setattr("jaxsub.verify.code_digest", lambda: "another")
+    planned(**asked)
+    assert len(compiles) == 2 * n_first
+
+
 @pytest.mark.parametrize("changed", [dict(budget=0.7), dict(planner="chen"), dict(planner="recursive(2)")], ids=str)
 def test_what_decides_a_plan_is_in_its_key(changed, tmp_path, priced_runs):
     """Another budget, planner or setting of a planner is planned anew."""
