@@ -85,6 +85,13 @@ def checkpoint_saves_nothing(version: str = jax.__version__) -> bool:
     return remat_flavour() == "remat3" and version_of(version) < (0, 11)
 
 
+SAVES_NOTHING = (
+    f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
+    "turn jax_remat3 off, or use JAX 0.11.2 or later."
+)
+"""What a user is told where `checkpoint_saves_nothing`."""
+
+
 def ignores_policies() -> bool:
     """Whether `jax.checkpoint` now recomputes some results without asking the policy: with `jax_remat3`."""
     return bool(getattr(jax.config, "jax_remat3", False)) and "sin" not in asked_by_remat3()

@@ -87,8 +87,10 @@ def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
         if not before:
             return out
         returned = set(map(id, jax.tree.leaves(out)))
-        found = _in_modules((args, kwargs))
-        changed = [name for place, name, leaf in found if before.get(place) != id(leaf) not in returned]
+        others = [
+            (called, leaf) for place, called, leaf in _in_modules((args, kwargs)) if before.get(place) != id(leaf)
+        ]
+        changed = [called for called, leaf in others if id(leaf) not in returned]
         del held
         if changed:
             raise UnsupportedError(

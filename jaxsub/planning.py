@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from jaxsub import compat
@@ -79,8 +78,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
         return verifying.finish(program, untouched(program), settings.budget)
     if compat.checkpoint_saves_nothing():
-        warnings.warn(f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
-                      "turn jax_remat3 off, or use JAX 0.11.2 or later.", stacklevel=2)  # fmt: skip
+        warnings.warn(compat.SAVES_NOTHING, stacklevel=2)
     settings = replace(settings, verify=_may_verify(program, settings))
     try:
         return _kept(program, settings)

@@ -30,7 +30,7 @@ from random_programs import (
     planned,
     random_plan,
     random_steps,
-)  # fmt: skip
+)
 from zoo import smooth_abs
 
 import jaxsub

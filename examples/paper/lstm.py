@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
-from measuring import traced_flops  # noqa: E402
+from measuring import ONE_FORWARD_PASS, traced_flops  # noqa: E402
 from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
 FULL = dict(layers=4, batch=64, n_in=50, width=1024, classes=5000)
@@ -39,7 +39,6 @@ UNROLLED, SCANNED = (32, 64, 128), (256, 512, 1024, 2048)
 QUICK_UNROLLED, QUICK_SCANNED = (4,), ()
 ALLOCATED = {"no optimization": "none", "inplace": "inplace", "sharing": "sharing", "sublinear plan": "sharing"}
 SHARES, QUICK_SHARES = (12, 24, 35), (2,)
-ONE_FORWARD_PASS = 4 / 3
 COLORS = ("#8a8a8a", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
 
 

@@ -32,6 +32,7 @@ from jaxsub.program import trace
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from measuring import ONE_FORWARD_PASS  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from records import Cell, Measured, figure  # noqa: E402
 
@@ -46,7 +47,6 @@ CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))}
 """What the paper reports of all four; its own program stands where `jaxsub` stands here."""
 
 COLORS = dict(zip(WAYS, ("#8a8a8a", "#56b4e9", "#d55e00", "#0072b2"), strict=True))
-ONE_FORWARD_PASS = 4 / 3
 TRIES = 6
 LEAP = 16
 """How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
