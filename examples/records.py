@@ -34,17 +34,18 @@ class Cell:
     run: Callable[[], Mapping[str, Any]]
 
 
-def fill(path: Path, cells: Iterable[Cell], minutes: float = math.inf) -> Measured:
+def fill(path: Path, cells: Iterable[Cell], minutes: float = math.inf, is_anew: bool = False) -> Measured:
     """Measure what the file at `path` lacks, keep it there, and return the figures of the cells asked for.
 
     Args:
         path: The file.
         cells: What is asked for.
         minutes: After how many no further cell is begun; the next run goes on from there.
+        is_anew: Whether to measure what the file holds too: the code may have changed, not its version.
     """
     cells, stored, begun = tuple(cells), load(path), time.perf_counter()
     here = {name: version(name) for name in ("jaxsub", "jax", "jaxlib")}
-    missing = [cell for cell in cells if stored.get(cell.key, {}).get("versions") != here]
+    missing = [cell for cell in cells if is_anew or stored.get(cell.key, {}).get("versions") != here]
     bar = tqdm(missing, unit="cell", disable=not missing)
     for cell in bar:
         if time.perf_counter() - begun > 60 * minutes:
@@ -97,7 +98,7 @@ def figure(
     chosen = options(argparse.ArgumentParser(description=description), results.parent)
     path = chosen.out / results.name
     if not chosen.draw:
-        fill(path, picked((quick if chosen.quick else full)(), chosen.only), chosen.minutes)
+        fill(path, picked((quick if chosen.quick else full)(), chosen.only), chosen.minutes, chosen.anew)
     measured = load(path)
     if not measured:
         raise SystemExit(f"{path} holds no results: run this without --draw first")
@@ -136,6 +137,7 @@ def options(parser: argparse.ArgumentParser, results: Path) -> argparse.Namespac
     parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes on one core")
     parser.add_argument("--draw", action="store_true", help="measure nothing: tables and pictures from the file alone")
     parser.add_argument("--only", nargs="+", default=(), metavar="KEY", help="only cells whose keys begin like this")
+    parser.add_argument("--anew", action="store_true", help="measure what the file holds too")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after so many")
     where = f"where results are kept (default: {'/'.join(results.parts[-3:])}; with --quick a new folder)"
     parser.add_argument("--out", type=Path, help=where)

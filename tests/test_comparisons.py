@@ -12,6 +12,7 @@ import pytest
 import zoo
 
 import jaxsub
+from jaxsub.plan import Measurement
 
 EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "benchmarks")]
@@ -40,6 +41,8 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path):
     path.write_text(json.dumps(stored), "utf-8")
     records.fill(path, cells_that_count(calls, "abc"))
     assert calls == ["a", "b", "c", "b"]
+    records.fill(path, cells_that_count(calls, "ac"), is_anew=True)
+    assert calls[4:] == ["a", "c"]
 
 
 def test_no_cell_is_begun_after_the_minutes_given(tmp_path):
@@ -103,13 +106,19 @@ def test_peers_plan_the_same_function(planner):
 
 
 @pytest.mark.parametrize("bytes_at", [lambda n: 100 + 7 * n, lambda n: 100 + 7 * n + n % 5], ids=["line", "crooked"])
-def test_the_largest_batch_fits_and_the_next_does_not(bytes_at):
-    """Found with few batches tried."""
-    seen = batches.largest(bytes_at, 1000, 4)
-    best = max(n for n in seen if seen[n] <= 1000)
-    assert bytes_at(best + 1) > 1000
-    assert len(seen) <= 5
-    assert max(batches.largest(lambda n: 5000 + n, 1000, 4).values()) > 1000  # nothing fits
+def test_the_largest_batch_fits_and_the_next_does_not(bytes_at, monkeypatch):
+    """Found with few batches tried, none compiled twice; where none fits, none is told."""
+    network, compiled = batches.NETWORKS[0].resized(batch=16), []
+
+    def measured(network, way, batch, plan):
+        compiled.append(batch)
+        return Measurement(bytes_at(batch), 0, 0, 0, 1.0 * batch, 0.0, "cpu"), plan
+
+    monkeypatch.setattr(batches, "measured", measured)
+    found = batches.searched(network, batches.WAYS[0], 1000)
+    assert bytes_at(found["batch"]) == found["bytes"] <= 1000 < bytes_at(found["batch"] + 1)
+    assert len(compiled) == len(set(compiled)) == len(found["tried"]) <= 7
+    assert batches.searched(network, batches.WAYS[0], 50)["batch"] == 0
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

@@ -49,6 +49,8 @@ QUICK = dict(batch=4, size=32, width=8, classes=10)
 FULL_DEPTHS, QUICK_DEPTHS = (50, 98, 194, 386, 1001), (14, 26)
 SHARE_AT_50 = 0.22
 MOST_FLOPS = 1.25
+LEAST_SAVED = {1001: 20}
+"""How many times less memory than the plain gradient's the deepest network is to need."""
 PLANS = {"drop bn-relu": "cheap", "sublinear plan": "chen"}
 LESS = (("inplace", "no optimization"), ("sharing", "inplace"), *((plan, "sharing") for plan in PLANS))
 """Pairs of the allocator's strategies: the first of each needs no more than the second."""
@@ -163,6 +165,9 @@ def broken(measured: Measured) -> Iterator[str]:
             key = f"{account}/{depth}/{strategy}"
             if strategy == "jaxsub":
                 yield from over_budget(key, figures["bytes"], share(depth) * figures["plain_bytes"])
+                less = figures["plain_bytes"] / figures["bytes"]
+                if less < LEAST_SAVED.get(depth, 1):
+                    yield f"{key}: {less:.1f} x less memory, not {LEAST_SAVED[depth]} x"
                 if figures["flops_ratio"] > MOST_FLOPS:
                     yield f"{key}: FLOPs x {figures['flops_ratio']:.3f}, more than x {MOST_FLOPS}"
         if strategy == "jaxsub" and slope(by_depth) > 0.5:

@@ -3,7 +3,8 @@
 Jain et al. (MLSys 2020, Fig. 6) trained VGG-19, MobileNet and U-Net on a GPU of 16 GB: without checkpoints, with
 segments of √n blocks, with Chen et al.'s greedy segments, and with their own integer program. Here the same networks
 are compiled, in float32 for the CPU: parameters, gradients, images and temporary memory together must fit. Memory
-grows linearly with the batch; so the line through two small batches says where to look, and what is compiled decides.
+grows about linearly with the batch; so lines through what was compiled say where to look, until the next larger batch
+is known not to fit.
 
     python examples/peers/batches.py                      # all networks, resumed where it was stopped
     python examples/peers/batches.py --only vgg-19        # one of them
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import jax
 import matplotlib.pyplot as plt
 
 import jaxsub
+from jaxsub.batches import largest
 from jaxsub.plan import Measurement
 from jaxsub.program import trace
 
@@ -47,9 +49,6 @@ CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))}
 """What the paper reports of all four; its own program stands where `jaxsub` stands here."""
 
 COLORS = dict(zip(WAYS, ("#8a8a8a", "#56b4e9", "#d55e00", "#0072b2"), strict=True))
-TRIES = 6
-LEAP = 16
-"""How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
 
 
 def measured(
@@ -76,22 +75,6 @@ def total_bytes(found: Measurement) -> int:
     return found.argument_bytes + found.output_bytes + found.temp_bytes - found.alias_bytes
 
 
-def largest(bytes_at: Callable[[int], int], memory: int, start: int) -> dict[int, int]:
-    """Bytes by batch, of every batch that was tried until the line through two says that no larger one fits."""
-    seen = {n: bytes_at(n) for n in (start, 2 * start)}
-    for _ in range(TRIES):
-        low, high = sorted(seen, key=lambda n: abs(seen[n] - memory))[:2]
-        slope = (seen[high] - seen[low]) / (high - low)
-        n = low + math.floor((memory - seen[low]) / slope) if slope > 0 else LEAP * max(seen)
-        too_large = min((n for n in seen if seen[n] > memory), default=math.inf)
-        fitting = max((n for n in seen if seen[n] <= memory), default=0)
-        n = int(min(max(n, fitting), too_large - 1, LEAP * max(seen)))
-        if n in seen or n < 1:
-            break
-        seen[n] = bytes_at(n)
-    return seen
-
-
 def searched(network: Network, way: str, memory: int) -> dict[str, Any]:
     """The largest batch of a network under one way, and what it executes for each image."""
     found: dict[int, Measurement] = {}
@@ -99,16 +82,17 @@ def searched(network: Network, way: str, memory: int) -> dict[str, Any]:
 
     def bytes_at(batch: int) -> int:
         nonlocal plan
-        found[batch], plan = measured(network, way, batch, plan)
+        if batch not in found:
+            found[batch], plan = measured(network, way, batch, plan)
         return total_bytes(found[batch])
 
-    seen = largest(bytes_at, memory, max(1, network.size["batch"] // 4))
-    batch = max((n for n, n_bytes in seen.items() if n_bytes <= memory), default=0)
+    first = max(1, network.size["batch"] // 4)
+    batch = largest(bytes_at, memory, unit=1, known=first if bytes_at(first) <= memory else 0)
     return {
         "batch": batch,
-        "bytes": seen.get(batch),
+        "bytes": bytes_at(batch) if batch else None,
         "flops_per_image": found[batch].flops / batch if batch else None,
-        "tried": {str(n): n_bytes for n, n_bytes in sorted(seen.items())},
+        "tried": {str(n): bytes_at(n) for n in sorted(found)},
     }
 
 

@@ -206,7 +206,7 @@ def main() -> None:
         if chosen.quick:
             starts = ("jaxsub", *(f"peer/{label}" for label in QUICK_PEERS))
             asked = [cell for cell in asked if cell.key.split("/", 2)[2].startswith(starts)]
-        fill(path, picked(asked, chosen.only), chosen.minutes)
+        fill(path, picked(asked, chosen.only), chosen.minutes, chosen.anew)
     measured = load(path)
     table(measured)
     print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, chosen.out)))
