@@ -307,8 +307,19 @@ def random_dag(seed: int):
                   jax.ShapeDtypeStruct((1024, widths[0]), jnp.float32))  # fmt: skip
 
 
-def over_milp(chain: Chain, seconds: float) -> list[float]:
-    """By what share `optimal` executes more again than the cheapest schedule found, at 5 budgets.
+def test_names_that_cost_nothing_stay_out_of_nests():
+    """Of two towers an option saves what crosses its end, for no bytes: even so no nest may save it."""
+    chain = network(zoo.BY_NAME["branches"])
+    assert any(o.saved and not o.saved_bytes for item in chain.items for o in item.options)
+    budget_bytes = int(1.22 * predict(chain, solve(chain).least()).temp_bytes)
+    program = Regions(chain, budget_bytes)
+    runs = runs_of(program, program.solve(seconds=20).values)
+    assert predict(chain, runs).temp_bytes <= budget_bytes
+    assert any(child.children for run in runs for child in run.children)
+
+
+def over_milp(chain: Chain, seconds: float, program: type[Schedules] = Schedules) -> list[float]:
+    """By what share `optimal` executes more again than the cheapest schedule found, or plan, at 5 budgets.
 
     What outputs host is left out of both: for schedules only the most that it could be is known. Less than a thousandth
     of a forward pass is no difference.
@@ -319,7 +330,7 @@ def over_milp(chain: Chain, seconds: float) -> list[float]:
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
         budget_bytes = int(least + share * (plain - least))
         flops = predict(chain, solution.runs(budget_bytes)).extra_flops
-        found = Schedules(chain, budget_bytes).solve(most=flops * (1 - 1e-6), seconds=seconds) if flops else None
+        found = program(chain, budget_bytes).solve(most=flops * (1 - 1e-6), seconds=seconds) if flops else None
         best = min(flops, found.flops) if found is not None else flops
         over.append(flops / best - 1 if flops - best > 1e-3 * chain.forward_flops else 0.0)
     return over
@@ -364,10 +375,16 @@ def test_optimal_is_near_every_schedule_on_fifty_dags():
 
 
 @pytest.mark.exhaustive
+def test_optimal_is_near_milp_on_whole_networks():
+    """On whole networks of the zoo, toys too, no plan executes 5 % less again than that of `optimal`."""
+    near([share for model in zoo.MODELS for share in over_milp(network(model), 5, Regions)])
+
+
+@pytest.mark.exhaustive
 def test_optimal_is_mostly_near_every_schedule_on_whole_networks():
     """On whole networks of the zoo, toys too, schedules that are no regions in each other are seldom 5 % better.
 
-    At 7 of 110 budgets one was: there a stage is executed again from values that no nest may hold alone.
+    At 6 of 110 budgets one was: there a stage is executed again from values that no nest may hold alone.
     """
     over = [share for model in zoo.MODELS for share in over_milp(network(model), seconds=5)]
     assert statistics.median(over) < 1e-6
