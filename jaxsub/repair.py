@@ -118,14 +118,14 @@ class _Search:
             asked = max(1, int(inner))
             plan = settle(self.verifier.pricer, cuts, self.planner, asked, slack)
             predicted = plan.prediction.temp_bytes if plan.prediction else 0
-            if plan.segments == before and low is None and predicted < asked:
+            if _regions(plan) == before and low is None and predicted < asked:
                 inner = predicted - NEARLY * self.budget_bytes  # the same plan for less: ask for another
                 continue
             inner = max(inner, predicted)
             guess = self.guessed(plan, predicted)
-            if guess is None and (plan.segments == before or not self._may_try(plan, limit)):
+            if guess is None and (_regions(plan) == before or not self._may_try(plan, limit)):
                 break
-            before = plan.segments
+            before = _regions(plan)
             needed = self.try_(plan).temp_bytes if guess is None else guess
             if needed > self.budget_bytes and predicted > asked:
                 slack = TRIVIAL if slack == NEARLY else 0.0
@@ -240,20 +240,27 @@ def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst
     return float(a + share * (b - a))
 
 
+def _regions(plan: Plan) -> Any:
+    """What is executed again."""
+    return plan.segments, plan.loops
+
+
 def _needed(plan: Plan) -> int:
     return plan.measurement.temp_bytes if plan.measurement else 0
 
 
 def _infeasible(verifier: Verifier, search: _Search, budget_bytes: int) -> InfeasibleBudgetError:
-    least = search.least_seen
+    least, plain = search.least_seen, verifier.plain()
     assert least is not None
+    what = f"the least peak that `{least.planner}` found"
+    if _needed(plain) <= _needed(least):  # where one equation holds the peak, what plans add is all that they do
+        what = f"what the function needs as it is, and no plan of `{least.planner}` needs less"
+        least = plain.replace(timeline=least.plain_timeline)
     least_bytes = _needed(least)
     holders = _holders(finish(verifier.program, least, Budget()))
-    at = peak_line(verifier.program, least)
     return InfeasibleBudgetError(
-        f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below the least peak that "
-        f"`{least.planner}` found, "
-        f"`{format_bytes(least_bytes)}`.{at} It holds {'; '.join(holders)}. "
+        f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below {what}: "
+        f"`{format_bytes(least_bytes)}`.{peak_line(verifier.program, least)} It holds {'; '.join(holders)}. "
         f"Pass budget={least_bytes}, or make the batch smaller.",
         requested_bytes=budget_bytes,
         least_bytes=least_bytes,

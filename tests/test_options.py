@@ -2,9 +2,12 @@
 
 from itertools import combinations, pairwise
 
+import chex
+import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxsub
 from jaxsub.options import choices, finer, trace_run, worth_marking
 from jaxsub.program import trace
 from jaxsub.stages import find_cuts
@@ -65,3 +68,35 @@ def test_of_several_stages_what_one_saves_or_returns_is_marked(program):
     assert 0 < len(marked) < n_made
     every, narrow = (choices(trace_run(program, start, stop, m)) for m in ((), marked))
     assert [c.saved for c in every] == [c.saved for c in narrow]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_constants_of_a_gradient_rule_are_neither_inputs_nor_residuals(where):
+    """A rule that brings arrays of its own, as differential equation solvers do, is planned like any other."""
+    table = jnp.arange(24.0).reshape(3, 8)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * 2
+
+    def forward(x):
+        return x * 2, (x, table[0] * x if where == "forward" else x)
+
+    def backward(kept, g):
+        return (g * 2 + 0 * kept[1] * (table[1] if where == "backward" else 1),)
+
+    scaled.defvjp(forward, backward)
+
+    def rule_loss(w, x):
+        for _ in range(4):
+            x = scaled(jnp.sin(x @ w))
+        return jnp.sum(x**2)
+
+    args = jnp.eye(8), jnp.ones((64, 8))
+    program = trace(rule_loss, args, {})
+    for node in range(len(program.graph.nodes)):
+        traced = trace_run(program, node, node + 1)
+        assert len(traced.inputs) == len(traced.function.reads)
+        assert len(traced.backward_inputs) - len(traced.residuals) == len(traced.function.returns)
+    small = jaxsub.sublinear(rule_loss, verify=False, progress=False)
+    chex.assert_trees_all_close(jax.grad(small)(*args), jax.grad(rule_loss)(*args), rtol=1e-6)

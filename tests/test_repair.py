@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxsub
 from jaxsub import repair
 from jaxsub.chain import Prediction
 from jaxsub.errors import InfeasibleBudgetError
@@ -109,3 +112,17 @@ def test_the_least_that_is_named_is_met(monkeypatch):
         asked(BUDGET // 2)
     assert refused.value.least_bytes == BUDGET
     assert asked(BUDGET).measurement.temp_bytes == BUDGET
+
+
+def test_where_nothing_helps_the_least_is_the_function_as_it_is():
+    """One layer's gradient cannot be made smaller by recomputation: no larger plan is offered as the least."""
+
+    def layer(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    args = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    plain = jaxsub.measure(layer, *args).temp_bytes
+    with pytest.raises(InfeasibleBudgetError, match=r"below what the function needs as it is, and no plan") as refused:
+        jaxsub.plan(layer, *args, budget=plain // 3, progress=False)
+    assert refused.value.least_bytes == plain
+    assert jaxsub.plan(layer, *args, budget=plain, progress=False).n_regions == 0
