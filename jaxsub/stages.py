@@ -73,6 +73,32 @@ def find_cuts(
     return _merge(graph, sorted({*kept, *pinned}), pinned, max_stages)
 
 
+def widening_head(graph: Graph) -> int | None:
+    """The node behind the last costly one, where that makes more than crosses any cut, as logits of many words do.
+
+    More bytes cross a cut there than any other, so it is none of `find_cuts`. But one stage that makes such values,
+    reduces them to a loss and runs back through both holds them several times over.
+
+    Args:
+        graph: The program.
+
+    Returns:
+        The node in front of which such a head may be cut, or `None`.
+
+    Example:
+        >>> from jaxsub.graph import graph_of
+        >>> nodes = [("matmul", [0], [4]), ("matmul", [1], [4]), ("matmul", [2], [64]), ("exp", [3], [64])]
+        >>> widening_head(graph_of([*nodes, ("sum", [4], [1])], 1, [5], input_bytes=[4]))
+        3
+    """
+    last = next((node for node in reversed(graph.nodes) if node.is_costly), None)
+    if last is None or last.index + 1 == len(graph.nodes):
+        return None
+    crossing = live_bytes(graph)[list(find_cuts(graph)[1:-1])]
+    is_wide = sum(graph.values[v].n_bytes for v in last.outputs) > crossing.max(initial=0) > 0
+    return last.index + 1 if is_wide else None
+
+
 def shares_most_weights(graph: Graph) -> bool:
     """Whether most bytes of the weights are read by many equations, as in an unrolled recurrent network."""
     weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]

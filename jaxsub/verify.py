@@ -23,7 +23,7 @@ from jaxsub.planners.fit import expected_compile_seconds
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, equation_digests
 from jaxsub.spread import constrain, placed
-from jaxsub.stages import find_cuts, shares_most_weights
+from jaxsub.stages import find_cuts, shares_most_weights, widening_head
 from jaxsub.store import code_digest, key_of
 from jaxsub.timeline import name_pieces, value_label
 
@@ -192,7 +192,7 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
 
 
 def cut_choices(program: Program) -> list[tuple[int, ...]]:
-    """Ways to cut a program, the likeliest first.
+    """Ways to cut a program, the likeliest first; all but that one cut a wide head too.
 
     Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
     is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
@@ -200,7 +200,10 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     graph = program.graph
     windows = (0, 2) if shares_most_weights(graph) else (2, 0)
     required = {node + after for node in find_nested(program) for after in (0, 1)}
-    return list(dict.fromkeys(find_cuts(graph, window=w, required=required) for w in windows))
+    head = widening_head(graph)
+    finer = required if head is None else {*required, head}
+    ways = [(windows[0], required), *((w, finer) for w in windows)]
+    return list(dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways))
 
 
 def _shape(plan: Plan) -> Any:

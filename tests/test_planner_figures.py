@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 import zoo
 
@@ -70,6 +71,25 @@ def test_compiled_recursion_law(n, k, most_flops, cache):
     plan = jaxsub.plan(loss, *args, planner=f"recursive({k})", verify=True, cache=cache, progress=False)
     assert plan.measurement.temp_bytes / (4 * batch * width) <= k * math.log(n, k + 1) + 3
     assert plan.measurement.flops / plan.plain_measurement.flops <= most_flops + 0.005
+
+
+def test_a_wide_head_is_no_floor():
+    """Logits are cut off the loss where its one stage, which holds five of their size, would be over the budget."""
+
+    def head(table, x, labels):
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ table.T), labels[..., None], axis=-1))
+
+    def loss(params, x, labels):
+        table, ws = params
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return head(table, x, labels)
+
+    table, w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 16), (16, 16), (4, 256, 16)))
+    labels = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    alone = jaxsub.measure(lambda params, labels: head(*params, labels), (table, x), labels).temp_bytes
+    plan = jaxsub.plan(loss, (table, [w] * 3), x, labels, budget=int(0.7 * alone), cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= 0.7 * alone < 0.7 * plan.plain_measurement.temp_bytes
 
 
 @pytest.mark.slow
