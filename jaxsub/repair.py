@@ -6,7 +6,8 @@ that fits and leaves little is taken, unless a cheaper one is expected to fit as
 only a little more: it is tried too. Of several that fit it is the one that executes least again. When none fits, the
 planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
 
-Whole programs are compiled at most `MOST_COMPILES` times, the plain one included.
+Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; where each takes minutes, less often:
+once a plan fits, none is begun that would make it more than `PATIENCE_SECONDS` of compiles.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from jaxsub.pricing import Pricer
 from jaxsub.verify import Verifier, finish, peak_line, standing
 
 MOST_COMPILES = 6
+PATIENCE_SECONDS = 600.0
+"""So long compiles of whole programs may take together where they only look for something better than what fits."""
+
 CLOSE = 0.96
 """A plan that fills this share of the budget is close enough: the next compile would gain little."""
 
@@ -167,7 +171,14 @@ class _Search:
                 self.try_(plan)
 
     def _may_try(self, plan: Plan, limit: int) -> bool:
-        return self.verifier.is_known(plan) or self.verifier.compiles < limit
+        """Whether a plan is known, or there are compiles left, and time where another plan fits already."""
+        if self.verifier.is_known(plan):
+            return True
+        seconds = self.verifier.expected_seconds(plan)
+        if self.best is None or self.verifier.compile_seconds + seconds <= PATIENCE_SECONDS:
+            return self.verifier.compiles < limit
+        self.verifier.pricer.progress(f"a plan that fits is taken: the next compile would take about {seconds:.0f} s")
+        return False
 
     def try_(self, plan: Plan) -> Measurement:
         """Measure a plan and keep it if it is the best that fits."""
