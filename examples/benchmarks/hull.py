@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import zoo  # noqa: E402
 from measuring import by_hand, compiled, device, within  # noqa: E402
-from records import Cell, Measured, fill, load, mib  # noqa: E402
+from records import Cell, Measured, fill, load, mib, over_budget, tell  # noqa: E402
 
 TOLERANCE = 0.003
 """A plan this little above the hull counts as on it."""
@@ -117,12 +117,12 @@ def height(corners: list[Point], x: float) -> float | None:
     return corners[-1][1]
 
 
-def table(name: str, target: str, stored: Measured) -> tuple[list[str], bool]:
-    """A network's points and plans in lines; whether all plans are on or below the hull."""
+def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[str]]:
+    """A network's points and plans in lines, and the promises that are broken, a sentence each."""
     start = f"{name}/{target}/"
     found = {key.removeprefix(start): figures for key, figures in stored.items() if key.startswith(start)}
     if "plain" not in found:
-        return [], True
+        return [], []
     plain = found.pop("plain")
     lines = [f"{name} on {target}: plain {mib(plain['bytes'])}, {plain['flops']:.4g} FLOPs"]
 
@@ -132,20 +132,25 @@ def table(name: str, target: str, stored: Measured) -> tuple[list[str], bool]:
     hand = {key.partition("/")[2]: share(f) for key, f in found.items() if key.startswith("by hand/")}
     for label, (x, y) in sorted(hand.items(), key=lambda entry: entry[1]):
         lines.append(f"  by hand {label:34} {x:.4f} @ {y:.4f}")
-    corners, good = lower_hull([(1.0, 1.0), *hand.values()]), True
+    corners, broken = lower_hull([(1.0, 1.0), *hand.values()]), list[str]()
     budgets = {float(key.partition("/")[2]): f for key, f in found.items() if key.startswith("budget/")}
     for budget, figures in sorted(budgets.items(), reverse=True):
         if "bytes" not in figures:
             lines.append(f"  budget {budget:.4f}  refused: the least is {figures['least_bytes'] / plain['bytes']:.4f}")
-            good = good and budget < BELOW * min(x for x, _ in hand.values()) - 1e-4
+            asked = BELOW * min(x for x, _ in hand.values())
+            if budget >= asked - 1e-4:
+                least = figures["least_bytes"] / plain["bytes"]
+                broken.append(f"{start}{budget}: the least is {least:.4f}, not 25 % below that by hand, {asked:.4f}")
             continue
         x, y = share(figures)
         over = height(corners, budget)
+        broken += over_budget(f"{start}{budget}", figures["bytes"], budget * plain["bytes"])
         is_good = over is None or y <= over * (1 + TOLERANCE)
+        if not is_good:
+            broken.append(f"{start}{budget}: {y:.4f} of the FLOPs, above the hull's {over:.4f}")
         beside = "nothing by hand" if over is None else f"hull {over:.4f}  {100 * (y / over - 1):+5.1f} %"
         lines.append(f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  {beside}{'' if is_good else '  ABOVE'}")
-        good = good and is_good
-    return lines, good
+    return lines, broken
 
 
 def options() -> argparse.Namespace:
@@ -183,9 +188,12 @@ def main() -> None:
     stored = load(path)
     tables = [table(name, target, stored) for name in blocks for target in ("cpu", "h200")]
     text = "\n\n".join("\n".join(lines) for lines, _ in tables if lines)
-    path.with_suffix(".txt").write_text(text + "\n", "utf-8")
+    broken = [sentence for _, sentences in tables for sentence in sentences]
+    path.with_suffix(".txt").write_text(
+        "\n".join([text, "", *(f"BROKEN: {b}" for b in broken)]).rstrip() + "\n", "utf-8"
+    )
     print(f"{text}\n\nresults: {path}")
-    print("every plan is on or below the hull" if all(good for _, good in tables) else "some plans are above the hull")
+    tell(broken, is_check=chosen.quick)
 
 
 if __name__ == "__main__":
