@@ -92,6 +92,11 @@ SAVES_NOTHING = (
 """What a user is told where `checkpoint_saves_nothing`."""
 
 
+def named_value(x: Any, name: str) -> Any:
+    """Name a value for policies; not where `checkpoint_saves_nothing`: there JAX cannot map what is named (`vmap`)."""
+    return x if checkpoint_saves_nothing() else checkpoint_name(x, name)
+
+
 def ignores_policies() -> bool:
     """Whether `jax.checkpoint` now recomputes some results without asking the policy: with `jax_remat3`."""
     return bool(getattr(jax.config, "jax_remat3", False)) and "sin" not in asked_by_remat3()

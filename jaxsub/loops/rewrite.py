@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.loops.rotate import Rotated, rotated
@@ -286,4 +285,4 @@ def _region(step: Step, saved: Sequence[int]) -> Step:
 
 
 def _name(x: Any, offset: int) -> Any:
-    return checkpoint_name(x, f"jaxsub_step_{offset}")
+    return compat.named_value(x, f"jaxsub_step_{offset}")
