@@ -10,8 +10,8 @@ asked for a budget that falls with the root of the depth.
     python examples/paper/resnet.py --draw     # the table and the picture again, from the results alone
 
 Nothing is executed: shapes are traced and compiled. A log-log slope of 1 is linear growth, of 1/2 the root's. With
-`XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters` the compiler spends less on machine code that
-is never run, 4.0 processor seconds instead of 6.5 for the plain gradient of 50 layers, and reports the same bytes and
+`XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters` the compiler spends less on machine code
+that is never run, 4.0 processor seconds, not 6.5 for the plain gradient of 50 layers, and reports the same bytes and
 FLOPs. What then grows with the square of the depth is its check of every pair of operations for shared buffers.
 """
 
