@@ -1,5 +1,6 @@
 """Settings of every test: the CPU, a disk cache that no earlier run has filled, hypothesis without deadlines."""
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -19,3 +20,11 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_collections() -> None:
+    """Look for cycles of garbage less often: JAX's caches hold millions of objects that stay, and each look costs."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

@@ -1,11 +1,14 @@
 """Random programs under random plans: every derivative is the plain program's.
 
-`tests/random_programs.py` makes the programs and the plans. Most are interpreted, equation by equation, which takes
-a fraction of a second; some are compiled as `jaxsub.jit` compiles. More by number, and every step compiled, with
+`tests/random_steps.py` makes the programs, `tests/random_programs.py` the plans. Most are interpreted, equation by
+equation, which takes a fraction of a second; some are compiled as `jaxsub.jit` compiles. More by number, and every
+step compiled, with
 
     python tests/random_programs.py 2000 50000
     pytest tests/test_random_programs.py -m exhaustive
 """
+
+import json
 
 import chex
 import hypothesis.strategies as st
@@ -17,20 +20,8 @@ from hypothesis import given, settings
 from interpreter import evaluate
 from jax import random
 from jax.extend.core import jaxpr_as_fun
-from random_programs import (
-    JITTED,
-    KEY,
-    STEPS,
-    UNARY,
-    N,
-    check,
-    has_tangents,
-    kept_out,
-    loss_of,
-    planned,
-    random_plan,
-    random_steps,
-)
+from random_programs import check, has_tangents, kept_out, main, planned, random_plan
+from random_steps import JITTED, KEY, STEPS, UNARY, N, loss_of, random_steps
 from zoo import smooth_abs
 
 import jaxsub
@@ -147,3 +138,26 @@ def test_the_interpreted_check_can_fail(monkeypatch, number):
     monkeypatch.setattr("jaxsub.compat.fence", lambda values: list(map(jax.lax.stop_gradient, values)))
     with pytest.raises(AssertionError, match="off"):
         check(number)
+
+
+def test_programs_by_number_add_up(monkeypatch, tmp_path, capsys):
+    """Each hundred is kept with its failures and the code that ran; the same code does not run it again."""
+    path, ran = tmp_path / "programs.jsonl", []
+
+    def checked(number):
+        ran.append(number)
+        if number == 130:
+            raise ValueError("off")
+
+    monkeypatch.setattr("random_programs.check", checked)
+    assert main(0, 250, path) == 1
+    assert ran == list(range(250))
+    assert main(0, 300, path) == 1
+    assert ran[250:] == list(range(200, 300))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["first"], row["stop"]) for row in rows] == [(0, 100), (100, 200), (200, 250), (200, 300)]
+    assert rows[1]["failed"] == {"130": "ValueError: off"}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("300 programs by this code, 1 failed")
+    monkeypatch.setattr("random_programs.code_digest", lambda: "other")
+    assert main(0, 100, path) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("100 programs by this code, 0 failed")

@@ -1,28 +1,39 @@
 """The zoo itself: its losses have gradients worth comparing, and its hand-made policies compute the same."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import zoo
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # a third of the time; what is computed stays
+
+
+@functools.cache
+def plain_gradient(name):
+    """The gradient of a toy, made once for all tests."""
+    model = zoo.BY_NAME[name]
+    loss, args = model.toy()
+    return jax.jit(model.value_and_grad(loss), compiler_options=FAST_COMPILE)(*args)[1]
 
 
 @pytest.mark.parametrize("model", zoo.MODELS, ids=str)
 def test_every_gradient_is_finite_and_not_zero(model):
     """A test that compares two gradients of a model can fail: no parameter's gradient vanishes."""
-    loss, args = model.toy()
-    _, grads = jax.jit(model.value_and_grad(loss))(*args)
-    chex.assert_tree_all_finite(grads)
-    for path, g in jax.tree_util.tree_leaves_with_path(grads):
-        assert jnp.abs(g).max() > 1e-6, jax.tree_util.keystr(path)
+    for path, g in jax.tree_util.tree_leaves_with_path(jax.device_get(plain_gradient(model.name))):
+        assert np.isfinite(g).all(), jax.tree_util.keystr(path)
+        assert np.abs(g).max() > 1e-6, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("model", zoo.NETWORKS, ids=str)
 def test_rematerialising_by_hand_changes_no_gradient(model):
     """The per-block versions to compare with are the same functions."""
-    loss, args = model.toy()
-    by_hand, _ = model.toy(wrap=jax.checkpoint, every=2)
-    chex.assert_trees_all_close(jax.jit(jax.grad(by_hand))(*args), jax.jit(jax.grad(loss))(*args), rtol=1e-4, atol=1e-5)
+    by_hand, args = model.toy(wrap=jax.checkpoint, every=2)
+    _, grads = jax.jit(model.value_and_grad(by_hand), compiler_options=FAST_COMPILE)(*args)
+    chex.assert_trees_all_close(grads, plain_gradient(model.name), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", zoo.NETWORKS, ids=str)

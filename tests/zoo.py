@@ -290,7 +290,13 @@ BY_NAME = {model.name: model for model in (*MODELS, GPT_16, RESNET_198)}
 
 
 @functools.cache
+def toy_init(name: str) -> Callable:
+    """What makes a model's arguments at toy size, compiled: eagerly each of fifty shapes would be compiled alone."""
+    model = BY_NAME[name]
+    return jax.jit(model.build(**model.toy_size)[1], compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
 def toy_args(name: str, seed: int) -> tuple[Any, ...]:
     """The arguments of a model at toy size, made once."""
-    model = BY_NAME[name]
-    return model.build(**model.toy_size)[1](random.key(seed))
+    return toy_init(name)(random.key(seed))
