@@ -60,10 +60,12 @@ QUICK_BLOCKS = {"mlp": 12, "gpt16": 4}
 Point = tuple[float, float]
 
 
-def hand_made(model: zoo.Model, size: str, target: str, by_hand: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a network, wrapped by hand or not."""
+def hand_made(
+    model: zoo.Model, size: str, target: str, on_cpu: dict[str, Any], by_hand: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of a network, wrapped by hand or not; FLOPs are those of the same on the CPU, where it was compiled."""
     loss, args = getattr(model, size)(**by_hand)
-    return compiled(loss, args, device(target))
+    return compiled(loss, args, device(target), (lambda *_: on_cpu["flops"]) if on_cpu else None)
 
 
 def planned(model: zoo.Model, size: str, target: str, budget: int | float) -> dict[str, Any]:
@@ -71,13 +73,14 @@ def planned(model: zoo.Model, size: str, target: str, budget: int | float) -> di
     return within(*getattr(model, size)(), budget, device(target))
 
 
-def hand_cells(name: str, target: str, size: str, n_blocks: int) -> Iterator[Cell]:
+def hand_cells(name: str, target: str, size: str, n_blocks: int, stored: Measured) -> Iterator[Cell]:
     """The plain network and everything by hand."""
-    model = zoo.BY_NAME[name]
-    yield Cell(f"{name}/{target}/plain", partial(hand_made, model, size, target, {}))
+    ways: dict[str, dict[str, Any]] = {"plain": {}}
     for way in by_hand(n_blocks, name in CONVOLUTIONAL):
-        run = partial(hand_made, model, size, target, dict(wrap=way.wrap, every=way.every))
-        yield Cell(f"{name}/{target}/by hand/{way.label}", run)
+        ways[f"by hand/{way.label}"] = dict(wrap=way.wrap, every=way.every)
+    for label, wrapped in ways.items():
+        on_cpu = stored.get(f"{name}/cpu/{label}", {})
+        yield Cell(f"{name}/{target}/{label}", partial(hand_made, zoo.BY_NAME[name], size, target, on_cpu, wrapped))
 
 
 def plan_cells(name: str, target: str, size: str, budgets: tuple[float, ...], hand: Measured) -> Iterator[Cell]:
@@ -179,7 +182,7 @@ def main() -> None:
     for name in (n for n in chosen.models if n in blocks and not chosen.draw):
         targets = ("cpu",) if chosen.quick else TARGETS.get(name, ("cpu",))
         for target in (t for t in targets if not chosen.targets or t in chosen.targets):
-            cells = list(hand_cells(name, target, size, blocks[name]))
+            cells = list(hand_cells(name, target, size, blocks[name], load(path)))
             hand = fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
             if len(hand) == len(cells):
                 budgets = chosen.budgets or (QUICK_BUDGETS if chosen.quick else BUDGETS[name])
