@@ -82,6 +82,7 @@ class Pricer:
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(init=False, default_factory=dict)
     _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
+    _returned: dict[Any, int] = field(init=False, default_factory=dict)
     _cuts: tuple[int, ...] = field(init=False, default=())
     _loops: frozenset[int] = field(init=False)
     _clock: Clock = field(init=False)
@@ -130,19 +131,31 @@ class Pricer:
         leaves = [s for s in leaves if not self._is_pinned(s.start, s.stop)]
         firsts = [(s, self.program.graph.first_value(s.start)) for s in leaves]
         jobs: list[Job] = [("backward", s.start, s.stop, tuple(v - f for v in s.saved if v >= f)) for s, f in firsts]
-        jobs += [job for loop in plan.loops for job in self._loop_jobs(loop)]
+        inside = {node for s in walk(plan.segments) for node in range(s.start, s.stop)}
+        jobs += [job for loop in plan.loops for job in self._loop_jobs(loop, loop.node in inside)]
         return self._price(jobs) > 0
 
-    def _loop_jobs(self, loop: Way) -> Iterator[Job]:
+    def _loop_jobs(self, loop: Way, is_region: bool) -> Iterator[Job]:
         """What to ask of the compiler for the way a loop or conditional runs."""
         run = (loop.node, loop.node + 1)
         ways = self._ways.get(self._kind(*run), ())
-        for what, way in to_ask(ways, replace(loop, node=0), self._said_of(*run)):
+        for what, way in to_ask(ways, replace(loop, node=0), self._said_of(*run), is_region=is_region):
             yield what, *run, way
 
     def _said_of(self, start: int, stop: int) -> Known:
-        """What the compiler said of ways to run a loop or conditional."""
-        return lambda what, way: self._prices.get(self._key(what, start, stop, way))
+        """What the compiler said of ways to run a loop or conditional; what it keeps leaves out what it returns."""
+
+        def said(what: str, way: Way) -> int | None:
+            key = self._key(what, start, stop, way)
+            found = self._prices.get(key)
+            if found is None or what != "keep":
+                return found
+            if key not in self._returned:
+                run = trace_run(with_loops(self.program, [replace(way, node=start)]), start, stop)
+                self._returned[key] = analytic.kept_returned_bytes(run)
+            return max(0, found - self._returned[key])
+
+        return said
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Single stages, and longer regions of kinds that occur more than once, or of few stages: worth a trace."""
@@ -373,7 +386,7 @@ class Pricer:
         """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
         fresh = replace(self)
         fresh._traced, fresh._kinds, fresh._counted = self._traced, self._kinds, self._counted
-        fresh._ways = self._ways
+        fresh._ways, fresh._returned = self._ways, self._returned
         return fresh
 
     def _recall(self, key: Any) -> int | None:

@@ -50,38 +50,64 @@ def way_bytes(ways: Sequence[WayChoice], way: WayChoice, known: Known) -> WayByt
         return known(what, replace(of.loop, node=0))
 
     alike = [w for w in ways if is_like(way.loop, w.loop)]
-    shares = [k / max(w.kept_bytes, 1) for w in alike if (k := said("keep", w)) is not None]
-    kept = said("keep", way)
-    kept = int(max(shares, default=1.0) * way.kept_bytes) if kept is None else kept
-    transient = said("loop", way)
+    keeps = [(w, w.kept_bytes, found) for w in alike if (found := said("keep", w)) is not None]
+
+    def kept_by(of: WayChoice) -> int:
+        found = said("keep", of)
+        return _like_nearest(of, of.kept_bytes, keeps) if found is None else found
+
+    kept, transient = kept_by(way), said("loop", way)
     if transient is None:
-        own = [(w.transient_bytes - w.kept_bytes, t - (said("keep", w) or w.kept_bytes)) for w in alike
-               if (t := said("loop", w)) is not None]  # fmt: skip
-        scale = max((found / max(guess, 1) for guess, found in own), default=1.0)
-        transient = kept + int(max(scale, 0.0) * (way.transient_bytes - way.kept_bytes))
+        own = [(w, w.transient_bytes - w.kept_bytes, max(0, found - kept_by(w))) for w in alike
+               if (found := said("loop", w)) is not None]  # fmt: skip
+        transient = kept + _like_nearest(way, way.transient_bytes - way.kept_bytes, own)
     hoisted = said("hoisted", way)
     if hoisted is None:
         hoisted = max((h for w in alike if (h := said("hoisted", w)) is not None), default=0)
     return WayBytes(min(kept, transient), transient, hoisted)
 
 
-def to_ask(ways: Sequence[WayChoice], used: Way, known: Known) -> Iterator[tuple[str, Way]]:
+def _like_nearest(way: WayChoice, n_bytes: int, known: Sequence[tuple[WayChoice, int, int]]) -> int:
+    """Bytes counted for a way, corrected by what was found for the nearest of its likes, each with what was counted.
+
+    Those with the same blocks come first. What counting left out is often the same for all, such as copies of weights,
+    and seldom more than in proportion: the lesser is believed, since what is used is asked for, and the rest never.
+    """
+    if not known:
+        return n_bytes
+
+    def distance(like: tuple[WayChoice, int, int]) -> tuple[bool, int]:
+        return _blocks(like[0]) != _blocks(way), abs(like[0].kept_bytes - way.kept_bytes)
+
+    _, counted, found = min(known, key=distance)
+    return min(n_bytes * found // max(counted, 1), n_bytes + max(0, found - counted))
+
+
+def _blocks(way: WayChoice) -> tuple[int, ...]:
+    return way.loop.blocks if isinstance(way, LoopChoice) else ()
+
+
+def to_ask(ways: Sequence[WayChoice], used: Way, known: Known, *, is_region: bool) -> Iterator[tuple[str, Way]]:
     """What to ask of the compiler for a way in use, and while that is not known of its rivals that run less again.
 
-    Two of these are those that need least, one that which runs least again and may need little more than the way.
+    Of rivals like one of which something is known nothing is asked: that says enough. Of the others two are those that
+    need least, one that which runs least again and may need little more than the way.
 
     Args:
         ways: All ways of its loop.
         used: The way, its node 0.
         known: What the compiler said.
+        is_region: Whether it is used in a region, which keeps nothing of it.
     """
-    yield from ((what, used) for what in ("keep", "loop", "hoisted"))
+    yield from ((what, used) for what in (("loop", "hoisted") if is_region else ("keep", "loop")))
     chosen = next((w for w in ways if replace(w.loop, node=0) == used), None)
     if chosen is None or known("loop", used) is not None:
         return
-    rivals = [w for w in ways if w.again_flops < chosen.again_flops and known("loop", replace(w.loop, node=0)) is None]
+    seen = [w.loop for w in ways if w is chosen or known("loop", replace(w.loop, node=0)) is not None]
+    rivals = [w for w in ways if w.again_flops < chosen.again_flops and w.loop not in seen
+              and not any(is_like(w.loop, s) for s in seen)]  # fmt: skip
     if rivals:
         near = [w for w in rivals if w.transient_bytes <= NEAR_BYTES * chosen.transient_bytes]
         least = sorted(rivals, key=lambda w: w.transient_bytes)[:2]
         cheapest = min(near, key=lambda w: w.again_flops, default=least[0])
-        yield from ((what, replace(w.loop, node=0)) for w in (*least, cheapest) for what in ("keep", "loop"))
+        yield from dict.fromkeys(("loop", replace(w.loop, node=0)) for w in (*least, cheapest))

@@ -9,8 +9,6 @@ from test_loops import tanh_step
 import jaxsub
 from jaxsub.flops import jaxpr_flops
 
-pytestmark = pytest.mark.exhaustive
-
 
 def shape(*dims, dtype="float32"):
     return jax.ShapeDtypeStruct(dims, dtype)
@@ -95,6 +93,7 @@ def flops(f, args, argnums=0):
     return jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(f, argnums))(*args)).weighted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_long_loops_fit_in_little(name):
     """A small share of the plain memory is kept to, at little more than one forward pass."""
@@ -105,14 +104,32 @@ def test_long_loops_fit_in_little(name):
     assert flops(g, args) <= most * flops(f, args)
 
 
-@pytest.mark.parametrize(
-    ("step", "share"),
-    [(tanh_step, 0.9), (tanh_step, 0.6), (gelu_step, 0.9), (gelu_step, 0.6), (gelu_step, 0.35)],
-)
-def test_a_loop_is_planned_about_as_well_as_the_same_program_unrolled(step, share):
+def unrolled_lstm(w, xs):
+    """The same layer, step after step."""
+    h = c = jnp.zeros((xs.shape[1], w.shape[1] // 4))
+    for x in xs:
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ w, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return jnp.mean(h**2)
+
+
+def pair(step, length):
+    return chain(step, is_loop=False), chain(step, is_loop=True), (shape(length, 32, 32), shape(256, 32))
+
+
+PAIRS = {
+    "tanh": (*pair(tanh_step, 32), (0.9, 0.6, 0.35, 0.25)),
+    "gelu": (*pair(gelu_step, 32), (0.9, 0.6, 0.35)),
+    "lstm": (unrolled_lstm, lstm, (shape(64, 128), shape(16, 128, 32)), (0.8, 0.5, 0.3)),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "share"), [(name, share) for name in PAIRS for share in PAIRS[name][-1]])
+def test_a_loop_is_planned_about_as_well_as_the_same_program_unrolled(name, share):
     """With a quarter more memory than the unrolled program's plan needs, the loop's plan executes hardly more."""
-    args = (shape(32, 128, 128), shape(1024, 128))
-    unrolled, loop = chain(step, is_loop=False), chain(step, is_loop=True)
+    unrolled, loop, args, _ = PAIRS[name]
     g = jaxsub.sublinear(unrolled, budget=share, argnums=(0, 1), progress=False)
     needed = jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes
     h = jaxsub.sublinear(loop, budget=int(1.25 * needed), argnums=(0, 1), progress=False)

@@ -251,6 +251,20 @@ def test_no_offered_way_is_worse_than_another(f):
         assert not [(a, b) for a in found for b in found if a != b and all(x <= y for x, y in zip(a, b, strict=True))]
 
 
+@pytest.mark.parametrize("length", [13, 24, 31, 67])
+def test_no_step_is_left_over(length):
+    """Blocks are two or more and all alike: one alone is no loop, and what it fills would stand from the start."""
+    args = (jnp.tile(WS[:1], (length, 1, 1)), X)
+    program = trace(plain, args, {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    ways = [c.loop for c in loop_choices(program, node) if c.loop.blocks]
+    assert any(way.kept_steps for way in ways)
+    for way in ways:
+        n_steps = length - bool(way.begin) - way.kept_steps
+        assert n_steps % way.blocks[0] == 0
+        assert n_steps // way.blocks[0] >= 2
+
+
 def test_what_is_not_worth_planning_is_left_alone():
     """A `while` loop, a loop with effects, a loop of one step and one without a gradient run as they are."""
 

@@ -42,13 +42,33 @@ def test_likes_are_scaled_and_others_are_not():
     assert way_bytes(WAYS, STEPS, known) == WayBytes(10, 30, 0)
 
 
+def test_the_nearest_like_says_most():
+    """Of likes that were measured those with the same blocks count, then the nearest; copies are not multiplied."""
+    tailed = [LoopChoice(Loop(3, (4,), kept_steps=k), 10 * k, 10 * k + 20, 9.0 - k) for k in (1, 2, 3)]
+    larger = LoopChoice(Loop(3, (8,), kept_steps=3), 30, 50, 7.0)
+    known = {(4, 1): 15, (4, 3): 36, (8, 3): 70}
+    ways = (*tailed, larger)
+
+    def found(what, way):
+        return known.get((*way.blocks, way.kept_steps)) if what == "keep" else None
+
+    assert way_bytes(ways, tailed[1], found).kept == min(20 + 5, 20 * 15 // 10)
+    assert way_bytes(ways, LoopChoice(Loop(3, (2,), kept_steps=3), 60, 80, 5.0), found).kept == 60 + 6
+
+
 def test_rivals_are_asked_for_once():
-    """A way that was never measured is asked for with those that run less again; a measured one alone."""
-    assert set(to_ask(WAYS, Loop(0, (4,)), said())) == {
-        *((what, Loop(0, (4,))) for what in ("keep", "loop", "hoisted")),
-        *((what, Loop(0, is_recomputed=True)) for what in ("keep", "loop")),
-    }
-    assert {way for _, way in to_ask(WAYS, Loop(0, (4,)), said(loop=26))} == {Loop(0, (4,))}
+    """A way that was never measured is asked for with those unlike it that run less again; a measured one alone."""
+    used, steps = Loop(0, (4,)), Loop(0, is_recomputed=True)
+    asked = set(to_ask(WAYS, used, said(), is_region=False))
+    assert asked == {("keep", used), ("loop", used), ("loop", steps)}
+    assert set(to_ask(WAYS, used, said(loop=26), is_region=False)) == {("keep", used), ("loop", used)}
+    others = Loop(0, (8,))
+    assert set(to_ask(WAYS, others, said(loop=26), is_region=False)) - asked == {("keep", others), ("loop", others)}
+
+
+def test_what_is_used_in_a_region_keeps_nothing():
+    """In a region what stands from the program's start is asked for, and not what the way keeps."""
+    assert {what for what, _ in to_ask(WAYS, Loop(0, (4,)), said(loop=26), is_region=True)} == {"loop", "hoisted"}
 
 
 def test_less_for_loops_is_less_in_truth(tmp_path):

@@ -80,14 +80,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs.
-
-    A loop begun in mid-step puts its gradients of xs together at the end: `put_together_bytes`.
-    """
+    """Sizes of a loop's body: carry, slices of xs with their gradients, gradients of constants; a step's FLOPs."""
 
     node: int
     begin: int
-    put_together_bytes: int
     length: int
     carry_bytes: int
     slice_bytes: int
@@ -115,15 +111,16 @@ def loop_choices(
     """
     found: list[LoopChoice] = []
     for body in _bodies(program, node, step_bytes, body_chain):
-        sizes = _block_sizes(body.length)
+        sizes, tails = _block_sizes(body.length), _tails(body)
         ways = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
-        whole = _pareto([_choice(body, step, blocks, 0, body.plain) for step, blocks in ways])
+        rest = {blocks: body.length % blocks[0] if blocks else 0 for blocks in sizes}
+        whole = _pareto([_choice(body, step, blocks, rest[blocks], tail) for step, blocks in ways
+                         for tail in (tails if rest[blocks] else (body.plain,))])  # fmt: skip
         found += whole
         for c in whole:
             if len(c.loop.blocks) == 1 or (not c.loop.blocks and c.loop.is_recomputed):
-                step = next(
-                    s for s in body.steps if replace(c.loop, blocks=()) == Loop(node, begin=body.begin, **s.fields)
-                )
+                fields = replace(c.loop, blocks=(), kept_steps=0, kept_saved=None)
+                step = next(s for s in body.steps if fields == Loop(node, begin=body.begin, **s.fields))
                 found += _tailed(body, step, c.loop.blocks)
     return tuple(c for c in _thinned(_pareto(found)) if c.loop != Loop(node))
 
@@ -140,7 +137,7 @@ def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chai
     if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
         turned = rotated(body, n_consts, n_carry, begin)
         found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None)
-        yield replace(found, begin=begin, put_together_bytes=length * found.slice_gradient_bytes)
+        yield replace(found, begin=begin)
 
 
 def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step_bytes: StepBytes | None,
@@ -163,7 +160,6 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     return _Body(
         node=node,
         begin=0,
-        put_together_bytes=0,
         length=length,
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
@@ -243,10 +239,10 @@ def _block_sizes(length: int) -> list[tuple[int, ...]]:
 
 
 def _near(size: float, length: int) -> int:
-    """A divisor of `length` close to `size`, so that no remainder is copied; without one the nearest integer."""
+    """A divisor of `length` close to `size`, so that nothing is left over; without one the nearest integer."""
     wanted = min(max(size, 2.0), max(length / 2, 2.0))
     divisors = [d for d in range(2, length) if length % d == 0 and 0.66 < d / wanted < 1.5]
-    return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=round(wanted))
+    return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=min(round(wanted), max(length // 2, 2)))
 
 
 def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
@@ -269,13 +265,20 @@ def _names(inside: Inside) -> bool:
     )
 
 
+def _tails(body: _Body) -> list[_Step]:
+    """How steps that stand outside all blocks may run."""
+    plainly = [s for s in body.steps if s.fields["inside"] == Inside()]
+    return [s for s in plainly
+            if s is body.plain or s.fields["saved"] or s.again_flops < NEAR_FLOPS * body.flops]  # fmt: skip
+
+
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
-    """All steps in blocks but the last ones."""
-    for tail in body.steps:
-        is_cheap = tail.again_flops < NEAR_FLOPS * body.flops
-        if tail.fields["inside"] == Inside() and (tail is body.plain or tail.fields["saved"] or is_cheap):
-            for kept_steps in sorted({round(share * body.length) for share in KEPT_SHARES} - {0, body.length}):
-                yield _choice(body, step, blocks, kept_steps, tail)
+    """All steps in blocks but the last ones, with no remainder: two blocks at least."""
+    size = blocks[0] if blocks else 1
+    wanted = {body.length % size + size * round(share * body.length / size) for share in KEPT_SHARES}
+    for tail in _tails(body):
+        for kept_steps in sorted(k for k in wanted if 0 < k <= body.length - 2 * size):
+            yield _choice(body, step, blocks, kept_steps, tail)
 
 
 def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, tail: _Step) -> LoopChoice:
@@ -290,8 +293,11 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     tail_bytes = tail.kept_bytes + (body.slice_bytes if tail is body.plain else 0)
     kept = starts[0] + kept_steps * tail_bytes
     copies = sum(sizes[1:]) * body.slice_gradient_bytes + slices
-    transient = kept + max(sum(starts[1:]) + copies + inside, tail.transient_bytes if kept_steps else 0)
-    transient += body.put_together_bytes
+    # when the blocks' turn comes what the tail kept is gone; gradients of parts of xs wait to be put together
+    in_tail = kept + tail.transient_bytes if kept_steps else 0
+    put_together = body.length * body.slice_gradient_bytes if kept_steps or body.begin else 0
+    kept += put_together
+    transient = max(sum(starts) + copies + inside, in_tail) + put_together
     again = n * (levels * body.flops + step.again_flops) + kept_steps * tail.again_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
                 kept_saved=tail.fields.get("saved") if kept_steps else None, begin=body.begin,
