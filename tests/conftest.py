@@ -9,6 +9,10 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 
+# Most of what tests compile runs once, in microseconds. Buffers are assigned before machine code is made, so what a
+# program allocates is the same (tests/test_compiled.py compares it with optimised code).
+jax.config.update("jax_disable_most_optimizations", True)
+
 # A compile takes longer than any deadline; derandomised, so that a failure is there again in the next run.
 hypothesis.settings.register_profile("jaxsub", deadline=None, max_examples=50, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxsub")

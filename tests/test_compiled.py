@@ -1,6 +1,7 @@
 """What `jaxsub.compiled` reads of a compiled program, and the compiler option that keeps recomputation on the CPU."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -64,8 +65,10 @@ def test_recomputation_survives_the_cpu_compiler():
     assert saved.flops > 1.15 * plain.flops
 
 
-def test_code_that_never_runs_says_the_same_of_memory():
+def test_code_that_never_runs_says_the_same_of_memory(request):
     """What is compiled to be measured allocates what the same program allocates that is compiled to be run."""
+    request.addfinalizer(functools.partial(jax.config.update, "jax_disable_most_optimizations", True))
+    jax.config.update("jax_disable_most_optimizations", False)  # the tests' own setting
     loss, init = zoo.BY_NAME["gpt"].build(**zoo.BY_NAME["gpt"].toy_size)
     args = jax.eval_shape(init, jax.random.key(0))
     runs = measurement(jaxsub.jit(jax.value_and_grad(loss)).lower(*args).compile(), CPU, 0.0)
