@@ -96,6 +96,7 @@ def test_what_closes_over_other_things_is_not_alike():
     assert len({id(bodies_of(r)[0]) for r in regions(traced(program, plan))}) == 2
 
 
+@pytest.mark.skipif(compat.checkpoint_saves_nothing(), reason="nothing is named where regions save no memory")
 def test_saved_values_are_the_residuals():
     """A region keeps what its segment saves and nothing else that it makes."""
     program = trace(chain, (W, X), {})
@@ -133,6 +134,7 @@ def test_what_only_reports_on_a_value_does_not_keep_it():
     assert fences == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:With jax_remat3, jax.checkpoint in JAX")
 def test_emitting_changes_nothing():
     """Emitting twice gives the same jaxpr, and a function emitted from an emitted one the same values and gradients."""
     program = trace(chain, (W, X), {})
@@ -172,6 +174,12 @@ def test_evaluations_of_recursive_halving(n, again):
     assert count(gradient, "sin") == n + again
 
 
+@pytest.mark.xfail(
+    compat.checkpoint_saves_nothing(),
+    strict=True,
+    raises=ValueError,
+    reason="jax_remat3 in JAX before 0.11 gives tangents to what a region stops: io_callback refuses them",
+)
 def test_what_runs_once_is_refused_in_a_segment():
     """All equations that may not be recomputed are listed with their lines; keep_out makes such a plan fit."""
 
