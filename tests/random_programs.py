@@ -109,15 +109,15 @@ def derivatives_of(f, arguments, turn):
     f, gradient = gradient_of(f, w, x)
     both = jaxpr_as_fun(gradient)
 
-    def along(w, x):
+    def along(w, x, t):
         _, by_w, by_x = both(w, x)
         return jnp.sum(by_w * t) + jnp.sum(by_x * x)
 
     further, inputs = (
-        (lambda w, x: jax.jvp(both, (w, x), (t, x)), (w, x)),
+        (lambda w, x, t: jax.jvp(both, (w, x), (t, x)), (w, x, t)),
         (jax.vmap(both, (None, 0)), (w, batch)),
         (jax.grad(lambda w, batch: jnp.sum(jax.vmap(lambda x: jaxpr_as_fun(f)(w, x)[0])(batch))), (w, batch)),
-        (jax.grad(along, argnums=(0, 1)), (w, x)),
+        (jax.grad(along, argnums=(0, 1)), (w, x, t)),
     )[turn]
     return [*evaluate(gradient, (w, x)), *evaluate(jax.make_jaxpr(further)(*inputs), inputs)]
 
