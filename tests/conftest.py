@@ -1,6 +1,7 @@
 """Settings of every test: the CPU, a disk cache that no earlier run has filled, hypothesis without deadlines."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,9 +21,11 @@ hypothesis.settings.load_profile("jaxsub")
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Point the user's cache folder at an empty one for the whole session."""
+    """Point the user's cache folder at an empty one for the whole session: what one worker has measured all find."""
+    base = tmp_path_factory.getbasetemp()
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         yield
 
 
