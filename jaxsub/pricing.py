@@ -201,7 +201,12 @@ class Pricer:
 
     def _spent(self, runs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, ...]]:
         free = [run for run in runs if not self._is_pinned(*run)]
-        return spent_inputs(self.program.graph, runs, {run: self._run(*run) for run in free})
+        traced = {run: self._run(*run) for run in free}
+        return spent_inputs(self.program.graph, runs, traced, is_cpu=self._is_cpu)
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.target.platform == "cpu"
 
     def _may_hoist(self, start: int, stop: int) -> bool:
         if not self.is_compiled:
@@ -242,20 +247,18 @@ class Pricer:
     def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
         key = self._kind(start, stop), most_bytes
         if key not in self._sizes:
-            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes)
+            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, is_cpu=self._is_cpu)
         return self._sizes[key]
 
     def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
         """Bytes of inputs that are gone when an unwrapped stage has read them, no more than it keeps instead."""
         what = "last" if is_last else "keep"
-        if not spent_inputs or (is_last and not self.is_compiled):
+        if not spent_inputs:
             return 0
         values = (self.program.graph.values[self._run(start, stop)[0].function.reads[i]] for i in spent_inputs)
         size, keep = sum(v.n_bytes for v in values), self._bytes(what, start, stop, ())
-        if self.is_compiled:
-            held = self._bytes("last" if is_last else "held", start, stop, spent_inputs)
-            size = min(size, max(0, size + keep - held))
-        return min(size, keep)
+        held = self._bytes("last" if is_last else "held", start, stop, spent_inputs)
+        return min(size, max(0, size + keep - held), keep)
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
         """How long the passes of a stage take."""
@@ -333,7 +336,7 @@ class Pricer:
         """What a backward pass allocates by counting, once for all runs of a kind."""
         key = self._kind(start, stop), saved
         if key not in self._counted:
-            self._counted[key] = analytic.backward_bytes(self._run(start, stop)[0], saved)
+            self._counted[key] = analytic.backward_bytes(self._run(start, stop)[0], saved, is_cpu=self._is_cpu)
         return self._counted[key]
 
     def _scale(self, start: int, stop: int) -> float:
@@ -352,11 +355,12 @@ class Pricer:
     def _count(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         traced = self._run(start, stop)[0]
         if what == "forward":
-            return analytic.forward_bytes(traced)
-        if what == "keep":
-            return analytic.kept_bytes(traced)
+            return analytic.forward_bytes(traced, is_cpu=self._is_cpu)
+        if what in ("keep", "held"):
+            return analytic.kept_bytes(traced, saved, is_cpu=self._is_cpu)
         if what in ("unwrapped", "last"):
-            return analytic.unwrapped_bytes(traced)
+            at_once = what == "last" and self.program.loss is not None
+            return analytic.unwrapped_bytes(traced, saved, at_once=at_once, is_cpu=self._is_cpu)
         return self._backward_bytes(start, stop, saved)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:

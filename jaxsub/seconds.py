@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub import compat
-from jaxsub.analytic import Lives, recomputed
+from jaxsub.analytic import recomputed
 from jaxsub.chain import Chain, Option
 from jaxsub.errors import PlannerError, UnsupportedError
 from jaxsub.flops import bodies_of, flops_of, is_costly
+from jaxsub.fusing import Lives
 from jaxsub.options import TracedRun, read_avals, run_function, vjp_of
 from jaxsub.program import Program, aval_bytes
 from jaxsub.store import Store, key_of
@@ -186,8 +187,10 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
         >>> f"{spent * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
         '159 us for 137 GFLOPs and two passes over 32 MiB'
     """
-    lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], (), alias or {})
-    return sum(_seconds(eqn, reads, lives.stores(eqn), target) for eqn, reads in zip(eqns, lives.reads, strict=True))
+    lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
+    return sum(
+        _seconds(eqn, reads, lives.stores(eqn), target) for eqn, reads in zip(eqns, map(lives.reads, eqns), strict=True)
+    )
 
 
 def _seconds(eqn: Any, reads: Iterable[Any], is_stored: bool, target: Target) -> float:

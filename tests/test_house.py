@@ -27,6 +27,8 @@ JAX_WING = (
     "pooling",
     "results",
     "options",
+    "kernels",
+    "fusing",
     "analytic",
     "offload",
     "seconds",
