@@ -40,6 +40,7 @@ def test_the_notebooks_are_there():
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     """Every cell of a notebook runs in a kernel of its own."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as for all tests
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own, which shows pictures
     if "flax" in path.stem:
