@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+NO_TILES = "output tile sizes"
 FIELDS = tuple(f"{what}_size_in_bytes" for what in ("temp", "argument", "output", "alias", "host_temp"))
 
 
@@ -44,6 +45,20 @@ def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[s
     return [sharding or everywhere for sharding in exported.in_shardings_jax(made)]
 
 
+def compile_lowered(lowered: Any, options: dict[str, Any] | None = None) -> Any:
+    """Compile; where XLA would write a product's kernel itself and finds no tiles for it, leave products to cuBLAS.
+
+    With a GPU at hand XLA tries such kernels and passes over those that do not work; without one it takes the first.
+    """
+    options = options or {}
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+
+
 def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
     """Compile a serialised program and account for its memory, in bytes per device."""
     exported = jax.export.deserialize(bytearray(program))
@@ -53,7 +68,7 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
-    memory = jitted.lower(*args).compile().memory_analysis()
+    memory = compile_lowered(jitted.lower(*args)).memory_analysis()
     return {name: int(getattr(memory, name)) for name in FIELDS}
 
 

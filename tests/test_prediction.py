@@ -202,3 +202,18 @@ def test_the_page_is_made_of_the_results(capsys, monkeypatch):
     assert page == (prediction.RESULTS.parent / "README.md").read_text("utf-8")
     assert "| compiled | cpu | 3" in page
     assert "1% and 8%" in page
+
+
+def test_aims_that_are_missed_are_told(monkeypatch):
+    """The benchmark of predictions names each median and worst error that misses its aim, and no other."""
+    examples = Path(jaxsub.__file__).parent.parent / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    monkeypatch.syspath_prepend(str(examples / "benchmarks"))
+    broken = importlib.import_module("prediction").broken
+    rows = {f"compiled/cpu/chain/{n}": {"predicted": 1000 + 9 * n, "occupied": 1000} for n in range(3)}
+    assert not list(broken(rows))
+    rows["compiled/cpu/chain/9"] = rows["compiled/cpu/chain/10"] = {"predicted": 90, "occupied": 100}
+    said = list(broken(rows))
+    assert said == [f"compiled costs, cpu: {what}" for what in ("median error 1.8%, the aim is 1%",
+                                                                "worst error 10.0%, the aim is 8%")]  # fmt: skip
+    assert not list(broken({key.replace("compiled", "analytic"): row for key, row in list(rows.items())[:3]}))

@@ -254,6 +254,20 @@ def test_what_belongs_to_a_present_machine_is_refused():
 
 
 @needs_packages
+def test_a_product_without_tiles_is_left_to_cublas():
+    """Heads of a length that is no power of two, put together for a product: XLA's own kernels find no tiles for it."""
+
+    def loss(q, w):
+        qkv = (q @ w).reshape(16, 196, 3, 3, 64)
+        q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+        mixed = jax.nn.softmax(q @ k.transpose(0, 1, 3, 2)) @ v
+        return jnp.sum(mixed.transpose(0, 2, 1, 3).reshape(16, 196, 192))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 196, 192), (192, 576))]
+    assert measure_compiled(jax.grad(loss, (0, 1)), shapes, get_target("h100")).temp_bytes > 16 * 3 * 196 * 196 * 4
+
+
+@needs_packages
 def test_a_spec_that_xla_refuses_is_an_error(tmp_path):
     """A spec with an unknown field is refused in XLA's own words, with the name of the GPU."""
     path = tmp_path / "odd.txt"

@@ -9,7 +9,8 @@ that its heap is left with, which no plan can know of.
     python examples/benchmarks/prediction.py --toy      # toy networks, on the CPU
     python examples/benchmarks/prediction.py --table > examples/results/prediction/README.md    # from the results alone
 
-Nothing is executed: shapes are traced and compiled.
+Nothing is executed: shapes are traced and compiled. Where a median or a worst error misses its aim the command says so
+and fails, except with `--toy`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 
 from jaxsub.compiled import compile_for
-from jaxsub.crosscompile_child import devices_of
+from jaxsub.crosscompile_child import compile_lowered, devices_of
 from jaxsub.emit import emit
 from jaxsub.plan import Plan
 from jaxsub.planners import get
@@ -125,7 +126,7 @@ def _absent(fun: Callable[..., Any], args: Any, target: Target) -> tuple[int, in
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        memory = jax.jit(fun).lower(*placed).compile(compiler_options=options).memory_analysis()
+        memory = compile_lowered(jax.jit(fun).lower(*placed), options).memory_analysis()
         texts = [next(Path(folder).glob(f"*gpu_after_optimizations-{name}.txt")).read_text("utf-8")
                  for name in ("buffer-assignment", "live-range")]  # fmt: skip
     return int(memory.temp_size_in_bytes), occupied_bytes(*texts)
@@ -200,6 +201,15 @@ def table(measured: Measured) -> None:
     print(f"\nSizes: {sizes}.")
 
 
+def broken(measured: Measured) -> Iterator[str]:
+    """A sentence for each aim that is missed."""
+    for costs, target in dict.fromkeys(tuple(key.split("/")[:2]) for key in measured):
+        errors = [abs(error(row)) for key, row in measured.items() if key.startswith(f"{costs}/{target}/")]
+        found = zip(("median", "worst"), (median(errors), max(errors)), AIMS[costs], strict=True)
+        yield from (f"{costs} costs, {target}: {what} error {size:.1%}, the aim is {aim:.0%}"
+                    for what, size, aim in found if size > aim)  # fmt: skip
+
+
 def _order(key: str) -> tuple[int, ...]:
     places = (COSTS, TARGETS, tuple(SIZES), BUDGETS)
     return tuple(place.index(part) if part in place else len(place)
@@ -226,6 +236,8 @@ def main() -> None:
     if not measured:
         raise SystemExit(f"{path} holds no results: run this without --table first")
     table(measured)
+    if not options.toy and (missed := list(broken(measured))):
+        raise SystemExit("\n".join(f"BROKEN: {sentence}" for sentence in missed))
 
 
 if __name__ == "__main__":
