@@ -6,8 +6,8 @@ that fits and leaves little is taken, unless a cheaper one is expected to fit as
 only a little more: it is tried too. Of several that fit it is the one that executes least again. When none fits, the
 planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
 
-Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; where each takes minutes, less often:
-once a plan fits, none is begun that would make it more than `PATIENCE_SECONDS` of compiles.
+Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; those of more than `LONG_EQUATIONS`,
+which take minutes, only until a plan fits. A clock does not decide: every host of a cluster must come to the same plan.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxsub.pricing import Pricer
 from jaxsub.verify import Verifier, finish, peak_line, standing
 
 MOST_COMPILES = 6
-PATIENCE_SECONDS = 600.0
-"""So long compiles of whole programs may take together where they only look for something better than what fits."""
+LONG_EQUATIONS = 10_000
+"""Programs with more equations are not compiled again only to look for something better than what fits."""
 
 CLOSE = 0.96
 """A plan that fills this share of the budget is close enough: the next compile would gain little."""
@@ -171,13 +171,13 @@ class _Search:
                 self.try_(plan)
 
     def _may_try(self, plan: Plan, limit: int) -> bool:
-        """Whether a plan is known, or there are compiles left, and time where another plan fits already."""
+        """Whether a plan is known, or may be compiled: there are compiles left, and none fits or they are short."""
         if self.verifier.is_known(plan):
             return True
-        seconds = self.verifier.expected_seconds(plan)
-        if self.best is None or self.verifier.compile_seconds + seconds <= PATIENCE_SECONDS:
+        n_equations = len(self.verifier.program.eqns)
+        if self.best is None or n_equations <= LONG_EQUATIONS:
             return self.verifier.compiles < limit
-        self.verifier.pricer.progress(f"a plan that fits is taken: the next compile would take about {seconds:.0f} s")
+        self.verifier.pricer.progress(f"a plan that fits is taken: to compile {n_equations:,} equations takes long")
         return False
 
     def try_(self, plan: Plan) -> Measurement:

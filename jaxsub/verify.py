@@ -87,12 +87,10 @@ class Verifier:
     Attributes:
         pricer: The program, its target, its prices, and where they are remembered.
         compiles: How many whole programs were compiled.
-        compile_seconds: How long that took.
     """
 
     pricer: Pricer
     compiles: int = field(init=False, default=0)
-    compile_seconds: float = field(init=False, default=0.0)
     known: dict[Any, Measurement] = field(init=False, default_factory=dict)
 
     @property
@@ -116,11 +114,6 @@ class Verifier:
         """Whether measuring a plan would compile nothing."""
         return _shape(plan) in self.known
 
-    def expected_seconds(self, plan: Plan) -> float:
-        """About how long a plan takes to compile; 0 where the plain program's compile was not timed."""
-        empty = self.known.get(_shape(_empty(self.program)))
-        return expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
-
     def _text(self, shape: Any) -> str:
         target = self.pricer.target
         return key_of(
@@ -139,11 +132,11 @@ class Verifier:
 
     def _compile(self, plan: Plan, shape: Any) -> Measurement:
         self.compiles += 1
-        seconds = self.expected_seconds(plan)
+        empty = self.known.get(_shape(_empty(self.program)))
+        seconds = expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
         about = f", about {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
         self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
         found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
-        self.compile_seconds += found.compile_seconds
         if self.pricer.store is not None:
             self.pricer.store.put(self._text(shape), asdict(found))
         return found
