@@ -269,7 +269,7 @@ def _tails(body: _Body) -> list[_Step]:
     """How steps that stand outside all blocks may run."""
     plainly = [s for s in body.steps if s.fields["inside"] == Inside()]
     return [s for s in plainly
-            if s is body.plain or s.fields["saved"] or s.again_flops < NEAR_FLOPS * body.flops]  # fmt: skip
+            if s is body.plain or s.fields.get("saved") or s.again_flops < NEAR_FLOPS * body.flops]  # fmt: skip
 
 
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
