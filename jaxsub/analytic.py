@@ -42,6 +42,18 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, is_cpu: bool = Tr
     return peak_bytes(order, standing, lives.ends(), written | scattered | (set(traced.inputs) - set(given)), written)
 
 
+def hoisted_bytes(traced: TracedRun, *, is_cpu: bool = True) -> int:
+    """What a CPU makes for a region before the program starts: arrays that wait for nothing, such as zeros."""
+    if not is_cpu:
+        return 0
+    again, _ = recomputed(traced, frozenset())
+    given = (*traced.inputs, *traced.backward_inputs[len(traced.residuals) :])
+    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, _alias(traced), is_cpu)
+    straight = _written(traced, lives)[1]
+    return sum(n for k in lives.kernels if not k.reads
+               for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
+
+
 def _alias(traced: TracedRun) -> dict[Any, Any]:
     return {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
 

@@ -209,8 +209,6 @@ class Pricer:
         return self.target.platform == "cpu"
 
     def _may_hoist(self, start: int, stop: int) -> bool:
-        if not self.is_compiled:
-            return False
         return any(name in HOISTING for eqn in self._run(start, stop)[0].backward for name in primitives_in(eqn))
 
     def _hoisted_bytes(self, start: int, stop: int) -> int:
@@ -356,6 +354,8 @@ class Pricer:
         traced = self._run(start, stop)[0]
         if what == "forward":
             return analytic.forward_bytes(traced, is_cpu=self._is_cpu)
+        if what == "hoisted":
+            return analytic.hoisted_bytes(traced, is_cpu=self._is_cpu)
         if what in ("keep", "held"):
             return analytic.kept_bytes(traced, saved, is_cpu=self._is_cpu)
         if what in ("unwrapped", "last"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import zoo
 
-from jaxsub.analytic import kept_bytes
+from jaxsub.analytic import hoisted_bytes, kept_bytes
 from jaxsub.fusing import Lives
 from jaxsub.kernels import Kernel, peak_bytes, schedule
 from jaxsub.pricing import Pricer
@@ -114,6 +114,19 @@ def test_the_compiler_says_the_same(name):
         for what in ("last",) if run[1] == cuts[-1] else ("keep", "backward"):
             counted, asked = (p._bytes(what, *run, ()) for p in (analytic, compiled))
             assert counted == pytest.approx(asked, rel=TOLERANCE), (what, run)
+
+
+def test_zeros_stand_from_the_start():
+    """What a loss at each step is scattered into, one zero for each logit, waits for nothing: a CPU makes it first."""
+    loss, init = zoo.BY_NAME["lstm"].build(layers=1, steps=4, batch=16, n_in=10, width=32, classes=64)
+    program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
+    runs = list(pairwise(cut_choices(program)[0]))
+    pricer = Pricer(program, CPU, is_compiled=False)
+    with_labels = [run for run in runs if any(n.primitive == "gather" for n in program.graph.nodes[slice(*run)])]
+    hoisted = [pricer._hoisted_bytes(*run) for run in with_labels[:-1]]
+    assert hoisted == [16 * 64 * 4] * 3
+    traced = pricer._run(*with_labels[0])[0]
+    assert hoisted_bytes(traced, is_cpu=False) == 0
 
 
 def test_a_gpu_keeps_no_slow_values():
