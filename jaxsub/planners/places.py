@@ -2,9 +2,9 @@
 
 The tables of `optimal` count every stored byte. Which of them lie in places of outputs that are not written yet
 (`jaxsub.hosting`) depends on the whole plan, and no table knows. Here the outermost runs are chosen one after the
-other. A branch is given up where it would not fit even if outputs hosted all they can, and where the tables say that
-with so much more memory the rest costs too much; what stands in a nest is read from the tables, in the memory that is
-left to it.
+other. A branch is given up where it would not fit even if outputs hosted all they can by then, and where the tables
+say that with so much more memory the rest costs too much; what stands in a nest is read from the tables, in the memory
+that is left to it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from jaxsub.chain import Chain, Run, kept_bytes, predict
 from jaxsub.hosting import hosted_bytes
@@ -35,10 +36,16 @@ def most_hosted(chain: Chain) -> int:
         >>> most_hosted(Chain(stages, (), (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))))
         5
     """
+    return _hosted_before(chain)[-1]
+
+
+def _hosted_before(chain: Chain) -> tuple[int, ...]:
+    """For each cut the most that places of the stages before it host: no others host what is stored there."""
     sizes = {size for c in chain.crossings for size in c.sizes} | {size for s in chain.stages for size in s.keep_sizes}
     sizes |= {size for item in chain.items for option in item.options for size in option.saved_sizes}
-    places = (place for stage in chain.stages for place in stage.gradient_sizes)
-    return sum(max((size for size in sizes if size <= place), default=0) for place in places)
+    each = (sum(max((size for size in sizes if size <= place), default=0) for place in stage.gradient_sizes)
+            for stage in chain.stages)  # fmt: skip
+    return tuple(accumulate(each, initial=0))
 
 
 @dataclass(eq=False)
@@ -62,10 +69,13 @@ class Search:
     runs: tuple[Run, ...] | None = field(init=False, default=None)
     _leaves: int = field(init=False, default=0)
     _reach: int = field(init=False, default=0)
+    _hosted: tuple[int, ...] = field(init=False, default=())
+    _known: dict[tuple[int, int, int, bool], tuple[int, int]] = field(init=False, default_factory=dict)
 
     def run(self) -> tuple[Run, ...] | None:
         """The cheapest plan that fits, if one executes less again than `flops`."""
-        self._reach = self.budget_bytes + most_hosted(self.chain)
+        self._hosted = _hosted_before(self.chain)
+        self._reach = self.budget_bytes + self._hosted[-1]
         self._extend((), 0, 0.0)
         return self.runs
 
@@ -77,7 +87,10 @@ class Search:
             self._close(runs, flops)
             return
         for cost, run in sorted(self._firsts(s, stored), key=lambda first: first[0]):
-            after = stored + int(chain.crossing_bytes[s, run.stop]) + kept_bytes(chain, run)
+            left, need = self._figures(run)
+            if max(stored - self._hosted[s], 0) + need > self.budget_bytes:
+                continue
+            after = stored + left
             rest = float(self.tables.top[run.stop, self._slots(self._reach - after)])
             if self._leaves < MOST_LEAVES and flops + cost + rest < self.flops * (1 - ROUNDING):
                 self._extend((*runs, run), after, flops + cost)
@@ -102,16 +115,20 @@ class Search:
 
     def _close(self, runs: tuple[Run, ...], flops: float) -> None:
         """Fill the nests of a plan in the memory that hosting leaves them, and keep it if it is the best."""
-        stored, filled = 0, list[Run]()
+        stored, around = 0, list[int]()
         for run, hosted in zip(runs, hosted_bytes(self.chain, runs), strict=True):
+            left, need = self._figures(run)
+            if stored + need > self.budget_bytes:
+                return  # as most plans are: without their nests and without a replay
+            around.append(stored)
+            stored += left - sum(hosted)
+        filled = list(runs)
+        for at, (run, stored) in enumerate(zip(runs, around, strict=True)):
             if run.children:
                 slots = self._slots(self.budget_bytes - stored)
                 if not math.isfinite(self.tables.levels[-1].extra[run.start, run.stop - 1, slots]):
                     return
-                filled.append(self.tables.nest(run.start, run.stop, slots))
-            else:
-                filled.append(run)
-            stored += int(self.chain.crossing_bytes[run.start, run.stop]) + kept_bytes(self.chain, run) - sum(hosted)
+                filled[at] = self.tables.nest(run.start, run.stop, slots)
         found = predict(self.chain, filled)
         if (
             found.temp_bytes <= self.budget_bytes
@@ -119,6 +136,23 @@ class Search:
             and depth(tuple(filled)) <= self.max_depth
         ):
             self.flops, self.runs = found.extra_flops, tuple(filled)
+
+    def _figures(self, run: Run) -> tuple[int, int]:
+        """Of an outermost run the bytes that it leaves, were none hosted, and the least that its passes need by then.
+
+        What a nest needs inside is left out: that depends on the memory left to it.
+        """
+        key = run.start, run.stop, id(run.option), not run.children  # options are the chain's own, and stay
+        if key not in self._known:
+            chain, stage = self.chain, self.chain.stages[run.start]
+            is_last = run.stop == len(chain.stages)
+            need = 0 if is_last and not run.children else chain.region_forward_bytes(run.start, run.stop)
+            if not run.children:
+                transient = stage.transient_bytes if is_last else stage.keep_transient_bytes
+                transient = transient if run.option is None else run.option.transient_bytes
+                need = max(need, transient + int(chain.passing_bytes[run.start, run.stop]))
+            self._known[key] = int(chain.crossing_bytes[run.start, run.stop]) + kept_bytes(chain, run), need
+        return self._known[key]
 
     def _slots(self, n_bytes: float) -> int:
         """The slots that so many bytes make, no more than there are."""
