@@ -209,6 +209,8 @@ class Pricer:
         return self.target.platform == "cpu"
 
     def _may_hoist(self, start: int, stop: int) -> bool:
+        if not self.is_compiled and stop == len(self.program.eqns):
+            return False  # its backward pass begins at once, and is counted as a whole
         return any(name in HOISTING for eqn in self._run(start, stop)[0].backward for name in primitives_in(eqn))
 
     def _hoisted_bytes(self, start: int, stop: int) -> int:
