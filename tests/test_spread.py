@@ -213,22 +213,36 @@ def _lack():
 @pytest.mark.parametrize("kind", ["data", "fsdp", "tensor"])
 def test_gpt_on_eight_h100s_that_are_not_there(kind):
     """The same GPT planned for eight H100s: the compiler confirms half of its memory per device."""
-    target = get_target("h100:8")
-    loss, init = models.gpt(**GPT)
-    of_params, batch = layouts(target.mesh((8,), ("d",)))[kind]
-    params, tokens = jax.eval_shape(init, jax.random.key(0))
-    lie = jax.tree.map(of_params, params), batch
-    args = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        (params, tokens),
-        (lie[0], batch),
-    )
+    target, loss, args = on_h100s(kind, **GPT)
     plain = jaxsub.measure(loss, *args, target=target)
     found = jaxsub.plan(loss, *args, budget=plain.temp_bytes // 2, target=target, cache=False, progress=False)
     assert found.n_regions > 0
     assert found.measurement.temp_bytes <= plain.temp_bytes // 2
-    n_bytes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(part)) for part in (params, tokens)]
-    assert (found.measurement.argument_bytes < sum(n_bytes) / 2) == (kind != "data")
+    n_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(args))
+    assert (found.measurement.argument_bytes < n_bytes / 2) == (kind != "data")
+
+
+def on_h100s(kind, **sizes):
+    """Eight H100s that are not there, a GPT's loss, and the shapes of its arguments as they lie on them."""
+    target = get_target("h100:8")
+    loss, init = models.gpt(**sizes)
+    of_params, batch = layouts(target.mesh((8,), ("d",)))[kind]
+    params, tokens = jax.eval_shape(init, jax.random.key(0))
+    lie = jax.tree.map(of_params, params), batch
+    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
+    return target, loss, jax.tree.map(place, (params, tokens), lie)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(_lack()), reason=_lack() or "installed")
+def test_weights_gathered_for_eight_h100s_are_not_kept():
+    """FSDP of a GPT that is nearly all weights: plainly a device holds all of them gathered, planned not half."""
+    target, loss, args = on_h100s("fsdp", **GPT | dict(layers=6, batch=8, length=16, width=128))
+    weights = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(args[0]) if a.ndim == 2)
+    assert jaxsub.measure(loss, *args, target=target).temp_bytes > 0.9 * weights
+    found = jaxsub.plan(loss, *args, budget=weights // 2, target=target, cache=False, progress=False)
+    assert found.measurement.temp_bytes <= weights // 2
 
 
 def test_a_step_with_shard_map_is_measured():
