@@ -215,7 +215,9 @@ NUMPY = {
     "reduce_and": _reduction(np.all),
     "reduce_or": _reduction(np.any),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
-    "reshape": lambda params, x, *sizes: x.reshape(params["new_sizes"]),
+    "reshape": lambda params, x, *sizes: x.transpose(params["dimensions"] or range(x.ndim)).reshape(
+        params["new_sizes"]
+    ),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),

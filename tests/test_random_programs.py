@@ -21,7 +21,7 @@ from interpreter import evaluate
 from jax import random
 from jax.extend.core import jaxpr_as_fun
 from random_programs import check, has_tangents, kept_out, main, planned, random_plan
-from random_steps import JITTED, KEY, STEPS, UNARY, N, loss_of, random_steps
+from random_steps import BINARY, JITTED, KEY, STEPS, UNARY, N, convolved_wide, loss_of, random_steps
 from zoo import smooth_abs
 
 import jaxsub
@@ -130,6 +130,17 @@ def test_interpreting_computes_what_xla_does(number):
         interpreted = evaluate(gradient, arguments)
         wanted = jax.jit(jaxpr_as_fun(gradient), compiler_options=FAST_COMPILE)(*arguments)
         chex.assert_trees_all_close(interpreted, wanted, rtol=0, atol=1e-12)
+
+
+def test_interpreting_a_batch_computes_what_xla_does():
+    """`vmap` makes of a batch of kernels more channels, by reshapes that transpose first: they are interpreted too."""
+    loss = loss_of([(len(UNARY) + BINARY.index(convolved_wide), 0, 1)] * 2)
+    with jax.enable_x64(True):
+        w, *batch = np.random.default_rng(1).normal(size=(3, N, N))
+        arguments = w, np.stack(batch)
+        gradients = jax.make_jaxpr(jax.vmap(jax.grad(loss), (None, 0)))(*arguments)
+        wanted = jax.jit(jaxpr_as_fun(gradients), compiler_options=FAST_COMPILE)(*arguments)
+        chex.assert_trees_all_close(evaluate(gradients, arguments), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("number", [1, 8, 9])
