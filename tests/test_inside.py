@@ -189,7 +189,7 @@ def recurrent(ws, x):
 
 
 def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
-    """Where a step's inner loop saves one value a row less is kept and nothing runs again: nothing else keeps as little."""
+    """Where a step's inner loop saves one value a row less is kept, nothing runs again, and nothing else keeps less."""
     program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))
     (node,) = find_loops(program)
     price = Pricer(program, get_target(None), is_compiled=False)._body_chain
