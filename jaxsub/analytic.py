@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from jaxsub import compat
 from jaxsub.chain import Stage
@@ -19,6 +20,10 @@ from jaxsub.graph import Graph
 from jaxsub.kernels import Kernel, peak_bytes, schedule
 from jaxsub.options import TracedRun, mark_of
 from jaxsub.program import aval_bytes
+
+Found = TypeVar("Found")
+MOST_KNOWN = 64
+"""Of so many runs, those seen last, what was found is remembered."""
 
 
 def backward_bytes(traced: TracedRun, saved: Sequence[int], *, is_cpu: bool = True) -> int:
@@ -162,7 +167,23 @@ def unwrapped_bytes(traced: TracedRun, made: Sequence[int] = (), *, at_once: boo
     return peak_bytes(order, standing, lives.ends(), free - sizes.keys(), written)
 
 
-@functools.lru_cache(maxsize=64)
+def _while_it_lives(find: Callable[[TracedRun, bool], Found]) -> Callable[[TracedRun, bool], Found]:
+    """Remember what is found of a run, but keep no run alive: its constants may be a user's arrays or tracers."""
+    known: WeakKeyDictionary[TracedRun, dict[bool, Found]] = WeakKeyDictionary()
+
+    @functools.wraps(find)
+    def of(traced: TracedRun, is_cpu: bool) -> Found:
+        found = known.setdefault(traced, {})
+        if is_cpu not in found:
+            found[is_cpu] = find(traced, is_cpu)
+        while len(known) > MOST_KNOWN:
+            known.pop(next(iter(known)), None)
+        return found[is_cpu]
+
+    return of
+
+
+@_while_it_lives
 def _unwrapped(traced: TracedRun, is_cpu: bool) -> tuple[Lives, tuple[Any, ...]]:
     """Lives in an unwrapped run, forward and then backward, and its cotangents."""
     cotangents = traced.backward_inputs[len(traced.residuals) :]
@@ -171,7 +192,7 @@ def _unwrapped(traced: TracedRun, is_cpu: bool) -> tuple[Lives, tuple[Any, ...]]
     return lives, tuple(cotangents)
 
 
-@functools.lru_cache(maxsize=64)
+@_while_it_lives
 def _read_again(traced: TracedRun, is_cpu: bool) -> dict[Any, int]:
     """Bytes of the buffers that stand between the passes of an unwrapped run, its inputs among them.
 

@@ -198,8 +198,9 @@ class Lives:
 
     def _home(self, position: int, homes: dict[Any, frozenset[int]]) -> frozenset[int]:
         """The kernels that an equation ends up in."""
-        v = self.eqns[position].outvars[0]
-        return frozenset([position]) if v in self.stored else homes.get(v, frozenset())
+        made = self.eqns[position].outvars  # none where an equation only has an effect
+        is_own = not made or made[0] in self.stored
+        return frozenset([position]) if is_own else homes.get(made[0], frozenset())
 
     def _fuse(self) -> None:
         """Make the kernels."""

@@ -132,7 +132,7 @@ def vjp_of(function: RunFunction, call: Callable[..., Any], inputs: Sequence[Any
     return outs, pullback
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TracedRun:
     """A run of nodes with its backward pass, flat.
 

@@ -1,5 +1,7 @@
 """Costs without a compiler: what is stored, in what order kernels run, and that the compiler says the same."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import jax
@@ -10,6 +12,7 @@ import zoo
 from jaxsub.analytic import hoisted_bytes, kept_bytes
 from jaxsub.fusing import Lives
 from jaxsub.kernels import Kernel, peak_bytes, schedule
+from jaxsub.options import trace_run
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
 from jaxsub.targets import get_target
@@ -135,3 +138,25 @@ def test_a_gpu_keeps_no_slow_values():
     program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
     run = Pricer(program, CPU, is_compiled=False)._run(*cut_choices(program)[0][1:3])[0]
     assert [kept_bytes(run, is_cpu=is_cpu) for is_cpu in (True, False)] == [2 * 256 * 64 * 4, 256 * 64 * 4]
+
+
+def test_what_is_found_of_a_run_keeps_no_run_alive():
+    """A run holds a user's constants, which may be tracers: it is gone when its program is."""
+    program = trace(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x) @ x)), (jnp.eye(8),), {})
+    run = trace_run(program, 0, len(program.eqns))
+    assert kept_bytes(run) > 0
+    seen = weakref.ref(run)
+    del run
+    gc.collect()
+    assert seen() is None
+
+
+def test_an_equation_without_results_ends_in_a_kernel_of_its_own():
+    """What only reports on a value, as a print does, reads it and makes nothing."""
+
+    def told(x):
+        y = jnp.tanh(x)
+        jax.debug.print("{}", y)
+        return jnp.sum(y * x)
+
+    assert n_stored(told, SHAPE) == 1

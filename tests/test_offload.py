@@ -253,12 +253,13 @@ def test_a_loop_among_offloading_regions_is_the_same_function():
     chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("planner", ["optimal", "milp"])
-def test_planners_that_offload_agree(planner):
+def test_planners_that_offload_agree():
     """The integer program finds no quicker plan with values in host memory than the dynamic program, and no slower."""
-    found = plan_of(shapes(2**17, 2**19, 8), 0.5, verify=False, offload="pinned_host", planner=planner)
-    assert moved_bytes(found) == 6 * 2**19 * 2**17 * 2
-    assert found.prediction.extra_seconds == pytest.approx(6 * 2 * 2**19 * 2**17 * 2 / 64e9)
+    layers = shapes(2**17, 2**19, 8)
+    optimal, milp = (plan_of(layers, 0.5, verify=False, offload="pinned_host", planner=p) for p in ("optimal", "milp"))
+    assert moved_bytes(optimal) == moved_bytes(milp) >= 4 * 2**19 * 2**17 * 2
+    for found in (optimal, milp):
+        assert found.prediction.extra_seconds == pytest.approx(2 * moved_bytes(found) / 64e9)
 
 
 def steps(f, ws, x):
