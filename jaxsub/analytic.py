@@ -38,9 +38,8 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, is_cpu: bool = Tr
         Bytes at the peak; the run's inputs, and gradients of weights that join no sum, are not among them.
     """
     again, stored = recomputed(traced, frozenset(saved))
-    cotangents = traced.backward_inputs[len(traced.residuals) :]
-    given = (*stored, *cotangents)
-    lives = Lives((*again, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, _alias(traced), is_cpu)
+    given = (*stored, *traced.cotangents)
+    lives = Lives((*again, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, traced.aliases, is_cpu)
     standing = {v: aval_bytes(v.aval) for v in given}
     written, scattered = (found - set(given) for found in _written(traced, lives))
     order = schedule(lives.kernels, lives.given, is_cpu)
@@ -52,15 +51,11 @@ def hoisted_bytes(traced: TracedRun, *, is_cpu: bool = True) -> int:
     if not is_cpu:
         return 0
     again, _ = recomputed(traced, frozenset())
-    given = (*traced.inputs, *traced.backward_inputs[len(traced.residuals) :])
-    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, _alias(traced), is_cpu)
+    given = (*traced.inputs, *traced.cotangents)
+    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu)
     straight = _written(traced, lives)[1]
     return sum(n for k in lives.kernels if not k.reads
                for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
-
-
-def _alias(traced: TracedRun) -> dict[Any, Any]:
-    return {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
 
 
 def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
@@ -150,14 +145,14 @@ def unwrapped_bytes(traced: TracedRun, made: Sequence[int] = (), *, at_once: boo
         at_once: Whether the cotangents are there from the start, as the loss's is, or come when all is returned.
         is_cpu: Whether to compile for a CPU rather than a GPU.
     """
-    lives, cotangents = _unwrapped(traced, is_cpu)
+    lives = _unwrapped(traced, is_cpu)
     kernels, counted = lives.kernels, {traced.inputs[i] for i in made}
     returned = {lives.base(v) for v in traced.returned if compat.is_var(v)}
-    sizes = {v: aval_bytes(v.aval) for v in cotangents}
+    sizes = {v: aval_bytes(v.aval) for v in traced.cotangents}
     standing = {v: aval_bytes(v.aval) for v in counted}
     if at_once:
         standing |= sizes
-    elif cotangents:
+    elif sizes:
         n = len(traced.forward)
         come = Kernel(n, tuple(sizes), frozenset(returned), tuple(sizes.values()))
         kernels = [k for k in kernels if k.position < n] + [come] + [k for k in kernels if k.position >= n]
@@ -184,12 +179,10 @@ def _while_it_lives(find: Callable[[TracedRun, bool], Found]) -> Callable[[Trace
 
 
 @_while_it_lives
-def _unwrapped(traced: TracedRun, is_cpu: bool) -> tuple[Lives, tuple[Any, ...]]:
-    """Lives in an unwrapped run, forward and then backward, and its cotangents."""
-    cotangents = traced.backward_inputs[len(traced.residuals) :]
-    lives = Lives((*traced.forward, *traced.backward), (*traced.inputs, *cotangents),
-                  (*traced.returned, *traced.backward_outputs), _alias(traced), is_cpu)  # fmt: skip
-    return lives, tuple(cotangents)
+def _unwrapped(traced: TracedRun, is_cpu: bool) -> Lives:
+    """Lives in an unwrapped run, forward and then backward."""
+    return Lives((*traced.forward, *traced.backward), (*traced.inputs, *traced.cotangents),
+                 (*traced.returned, *traced.backward_outputs), traced.aliases, is_cpu)  # fmt: skip
 
 
 @_while_it_lives
@@ -198,8 +191,8 @@ def _read_again(traced: TracedRun, is_cpu: bool) -> dict[Any, int]:
 
     A CPU runs before the cotangents come whatever does not wait for them; a GPU runs it when it is needed.
     """
-    lives, cotangents = _unwrapped(traced, is_cpu)
-    waiting, found = set(cotangents), set[Any]()
+    lives = _unwrapped(traced, is_cpu)
+    waiting, found = set(traced.cotangents), set[Any]()
     sizes = {v: aval_bytes(v.aval) for v in traced.inputs}
     for kernel in lives.kernels:
         is_late = not kernel.reads.isdisjoint(waiting) if is_cpu else kernel.position >= len(traced.forward)

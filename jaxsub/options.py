@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -33,7 +32,7 @@ from jaxsub import compat
 from jaxsub.flops import flops_of
 from jaxsub.graph import Graph
 from jaxsub.pooling import without_scatter
-from jaxsub.program import Program, aval_bytes, flatten_jaxpr, live_eqns
+from jaxsub.program import Program, aval_bytes, flatten_closed, live_eqns
 from jaxsub.results import is_known_by_result
 from jaxsub.results import tagged as tagged_result
 
@@ -160,6 +159,16 @@ class TracedRun:
     weights: tuple[bool, ...]
     returned: tuple[Any, ...]
 
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """Those of `backward_inputs` that are no residuals."""
+        return self.backward_inputs[len(self.residuals) :]
+
+    @property
+    def aliases(self) -> dict[Any, Any]:
+        """For each other one the variable of `forward` that it is."""
+        return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
 
 def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
     """Trace a run of nodes and its backward pass, values it makes marked: those at some offsets, or all when empty."""
@@ -173,27 +182,17 @@ def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = (
         return leaves, outs
 
     forward = jax.make_jaxpr(residuals_of)(*read_avals(program, function))
-    eqns, inputs, results = _flat(forward)
+    eqns, inputs, results = flatten_closed(forward)
     tree, cotangents, n_residuals = trees[0]
     residuals = results[:n_residuals]
     avals = [compat.shape_of(a) for a in forward.out_avals[:n_residuals]]
     backward = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(cts))(avals, tuple(cotangents))
-    back_eqns, back_inputs, back_outputs = _flat(backward)
+    back_eqns, back_inputs, back_outputs = flatten_closed(backward)
     base, last = program.graph.made_by(start, stop), program.graph.last_uses()
     free = frozenset(v - base.start for v in base if last[v] >= stop)
     weights = tuple(program.graph.values[v].producer is None for v in function.reads)
     return TracedRun(function, tuple(live_eqns(eqns, results)), tuple(inputs), tuple(residuals), tuple(back_eqns),
                      tuple(back_inputs), tuple(back_outputs), free, weights, tuple(results[n_residuals:]))  # fmt: skip
-
-
-def _flat(closed: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Equations, inputs and results of a jaxpr; constants, which need no memory of their own, are literals in them."""
-    eqns, inputs, results, values = flatten_jaxpr(closed)
-    literals = {v: Literal(value, v.aval) for v, value in zip(inputs, values, strict=False)}
-    if literals:
-        eqns = [e.replace(invars=[literals.get(a, a) if compat.is_var(a) else a for a in e.invars]) for e in eqns]
-        results = [literals.get(a, a) if compat.is_var(a) else a for a in results]
-    return eqns, inputs[len(values) :], results
 
 
 def worth_marking(

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jaxsub import compat
 from jaxsub.errors import UnsupportedError
@@ -195,6 +196,16 @@ def flatten_jaxpr(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[An
     outvars = [_read(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
+
+
+def flatten_closed(closed: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
+    eqns, inputs, outvars, consts = flatten_jaxpr(closed)
+    literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
+    if literals:
+        eqns = [eqn.replace(invars=[_read(literals, a) for a in eqn.invars]) for eqn in eqns]
+        outvars = [_read(literals, a) for a in outvars]
+    return eqns, inputs[len(consts) :], outvars
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

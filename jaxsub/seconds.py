@@ -163,10 +163,8 @@ def backward_seconds(traced: TracedRun, saved: Sequence[int], target: Target) ->
         target: The device.
     """
     again, stored = recomputed(traced, frozenset(saved))
-    alias = {v: r for v, r in zip(traced.backward_inputs, traced.residuals, strict=False) if compat.is_var(r)}
-    cotangents = traced.backward_inputs[len(traced.residuals) :]
-    return eqns_seconds((*again, *traced.backward), (*traced.inputs, *stored, *cotangents), traced.backward_outputs,
-                        target, alias)  # fmt: skip
+    return eqns_seconds((*again, *traced.backward), (*traced.inputs, *stored, *traced.cotangents),
+                        traced.backward_outputs, target, traced.aliases)  # fmt: skip
 
 
 def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], target: Target,
@@ -188,9 +186,7 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
         '159 us for 137 GFLOPs and two passes over 32 MiB'
     """
     lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
-    return sum(
-        _seconds(eqn, reads, lives.stores(eqn), target) for eqn, reads in zip(eqns, map(lives.reads, eqns), strict=True)
-    )
+    return sum(_seconds(eqn, lives.reads(eqn), lives.stores(eqn), target) for eqn in eqns)
 
 
 def _seconds(eqn: Any, reads: Iterable[Any], is_stored: bool, target: Target) -> float:
