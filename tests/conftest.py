@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import pytest
 
+pytest.register_assert_rewrite("counterparts", "six_layers")  # what they assert for tests is shown as tests' own
 jax.config.update("jax_platforms", "cpu")
 
 # Most of what tests compile runs once, in microseconds. Buffers are assigned before machine code is made, so what a

@@ -54,7 +54,7 @@ def executions(f: Any, name: str) -> int:
     return sum(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in equations(jaxpr))
 
 
-# where regions save no memory planning says so (test_transforms.py), and warnings are errors
+# where regions save no memory planning says so (test_settings.py), and warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:With jax_remat3, jax.checkpoint in JAX")
 by_remat2 = pytest.mark.skipif(
     remat_flavour() == "remat3", reason="jax_remat3 leaves names out of what it executes again: nothing to be counted"
