@@ -4,7 +4,9 @@ The planner is asked for a plan within an inner budget, the plan is compiled, an
 inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
 that fits and leaves little is taken, unless a cheaper one is expected to fit as well, or a much cheaper one to need
 only a little more: it is tried too. Of several that fit it is the one that executes least again. When none fits, the
-planner's least plan is tried, on finer stages too, and what it needs is what `InfeasibleBudgetError` says.
+planner's least plans are tried, of every way to cut that may hold the least, and what the smallest of them needs is
+what `InfeasibleBudgetError` says. A budget that buys so little that half a forward pass and more is executed again
+looks at the other ways to cut too, their least plans among them: a smaller budget must not find what it has not seen.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; those of more than `LONG_EQUATIONS`,
 which take minutes, only until a plan fits. A clock does not decide: every host of a cluster must come to the same plan.
@@ -12,7 +14,7 @@ which take minutes, only until a plan fits. A clock does not decide: every host 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,14 @@ NAMED_HOLDERS = 4
 
 NEARLY, TRIVIAL = 1e-3, 1e-4
 """Shares of the least predicted peak: plans that need as much more are tried before the one with the least."""
+
+HALF = 0.5
+"""Where more than this share of a forward pass is executed again, plans of other stages are looked at: prices of theirs
+cost compiles, and budgets that buy more seldom gain by it."""
+
+LEASTS, PACKING = 2, 0.12
+"""How many least plans are compiled, of stages on which the least is predicted within so much of the lowest: by as much
+the compiler's packing of buffers adds to what is alive."""
 
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
@@ -97,9 +107,10 @@ def fit(
     planner = Held(planner)
     cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
-    if not search.run(cuts, MOST_COMPILES - 1):
-        # of the same stages whatever the budget: who asks for what this plan needs gets it
-        search.least(_promising(verifier.pricer, planner, 1, cut_choices))
+    if search.run(cuts, MOST_COMPILES - min(LEASTS, len(cut_choices))):
+        search.others([choice for choice in cut_choices if tuple(choice) != tuple(cuts)])
+    else:
+        search.least(_lowest(verifier.pricer, planner, cut_choices))
     if search.best is None:
         raise _infeasible(verifier, search, budget_bytes)
     return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
@@ -113,6 +124,7 @@ class _Search:
     best: Plan | None = None
     least_seen: Plan | None = None
     least_error: int = 2**62
+    most_error: int = 0
 
     def run(self, cuts: Sequence[int], limit: int) -> bool:
         """Move the inner budget until a plan fits and leaves little; say whether any fitted."""
@@ -121,7 +133,7 @@ class _Search:
         for _ in range(2 * MOST_COMPILES):
             asked = max(1, int(inner))
             plan = settle(self.verifier.pricer, cuts, self.planner, asked, slack)
-            predicted = plan.prediction.temp_bytes if plan.prediction else 0
+            predicted = _predicted(plan)
             if _regions(plan) == before and low is None and predicted < asked:
                 inner = predicted - NEARLY * self.budget_bytes  # the same plan for less: ask for another
                 continue
@@ -171,12 +183,15 @@ class _Search:
                 self.try_(plan)
 
     def _may_try(self, plan: Plan, limit: int) -> bool:
-        """Whether a plan is known, or may be compiled: there are compiles left, and none fits or they are short."""
+        """Whether a plan is known, or may be compiled: there are compiles left, and none fits or they are short.
+
+        The limit leaves compiles for the least plans, which are not needed once a plan fits.
+        """
         if self.verifier.is_known(plan):
             return True
         n_equations = len(self.verifier.program.eqns)
         if self.best is None or n_equations <= LONG_EQUATIONS:
-            return self.verifier.compiles < limit
+            return self.verifier.compiles < (limit if self.best is None else MOST_COMPILES)
         self.verifier.pricer.progress(f"a plan that fits is taken: to compile {n_equations:,} equations takes long")
         return False
 
@@ -185,7 +200,8 @@ class _Search:
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
         if plan.prediction is not None:
-            self.least_error = min(self.least_error, measurement.temp_bytes - plan.prediction.temp_bytes)
+            error = measurement.temp_bytes - plan.prediction.temp_bytes
+            self.least_error, self.most_error = min(self.least_error, error), max(self.most_error, error)
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement
@@ -199,11 +215,43 @@ class _Search:
             needed <= self.budget_bytes and nothing_again
         )
 
-    def least(self, cuts: Sequence[int]) -> bool:
-        """Try the planner's least plan, found anew so that it is the same whatever was tried before."""
-        plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1)
-        self.least_seen = plan.replace(measurement=self.try_(plan))
-        return self.best is not None
+    def others(self, choices: Iterable[Sequence[int]]) -> None:
+        """Try plans of other stages where they execute less again than the best, and that is much.
+
+        They are the cheapest that fits if predictions of it err as they did, and the least, which a smaller budget
+        would be told of.
+        """
+        for cuts in choices:
+            for asked in (max(1, self.budget_bytes - self.most_error), 1):
+                again = _share_again(self.best) if self.best else 0.0
+                if again <= HALF or len(self.verifier.program.eqns) > LONG_EQUATIONS:
+                    return
+                plan = settle(self.verifier.pricer.anew(), cuts, self.planner, asked)
+                if _share_again(plan) < again and self._may_try(plan, MOST_COMPILES):
+                    self.try_(plan)
+
+    def least(self, choices: Iterable[Sequence[int]]) -> None:
+        """Try the planner's least plans, found anew so that they are the same whatever was tried before."""
+        for cuts in choices:
+            plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1)
+            plan = plan.replace(measurement=self.try_(plan))
+            if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
+                self.least_seen = plan
+
+
+def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """The ways to cut whose least plans may be the least, those first on which it is predicted lowest.
+
+    They are the same whatever the budget: who asks for what the smallest of these plans needs gets it.
+    """
+    least: list[tuple[int, int]] = []
+    for i, cuts in enumerate(choices):
+        try:
+            least.append((_predicted(planner(pricer.anew().chain(cuts), 1)), i))
+        except InfeasibleBudgetError as error:
+            least.append((error.least_bytes, i))
+    least.sort()
+    return (choices[i] for n_bytes, i in least[:LEASTS] if n_bytes <= least[0][0] * (1 + PACKING))
 
 
 def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -236,6 +284,10 @@ def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Seq
 def _share_again(plan: Plan) -> float:
     """What a plan executes again, as a share of one forward pass; 0 where it does not say."""
     return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+
+
+def _predicted(plan: Plan) -> int:
+    return plan.prediction.temp_bytes if plan.prediction else 0
 
 
 def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:

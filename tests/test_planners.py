@@ -148,10 +148,11 @@ def measured(n_regions: int, again: float, temp_bytes: int) -> Plan:
         ((4, 12.0, 7), (8, 10.0, 7)),  # within a percent of 300, fewer regions
         ((8, 10.0, 7), (4, 14.0, 7)),  # not within a percent
         ((8, 10.0, 7), (7, 12.0, 7)),  # not clearly fewer
+        ((8, 10.0, 6), (4, 12.0, 7)),  # fewer, but a budget of 6 would find less work
     ],
 )
 def test_of_plans_that_fit_the_better_is_kept(better, worse):
-    """Less work first; within a percent, clearly fewer regions; then less memory."""
+    """Less work first; within a percent, clearly fewer regions that need no more memory; then less memory."""
     assert is_better(measured(*better), measured(*worse))
     assert not is_better(measured(*worse), measured(*better))
 

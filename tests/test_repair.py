@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxsub
@@ -99,31 +100,60 @@ def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again,
     assert table.said == told * (compiles == 3)
 
 
-def test_the_least_that_is_named_is_met(monkeypatch):
-    """Stages that are predicted to fit and do not: what other stages need is named, and found when it is asked for."""
+def fitted(monkeypatch, n_bytes, *ways):
+    """The share of the budget needed, what is executed again, and the compiles: of a program cut in several ways.
+
+    Each way is a table of its own, its least plan first; a refusal says the least that it names.
+    """
     monkeypatch.setattr(repair, "finish", lambda program, plan, budget: plan)
     monkeypatch.setattr(repair, "_infeasible", lambda verifier, search, n: InfeasibleBudgetError(
         "", requested_bytes=n, least_bytes=search.least_seen.measurement.temp_bytes))  # fmt: skip
-    coarse, fine = (0.97, 1.1, 0.5), (0.9, 1.0, 0.6)
+    table = Table(*(row for rows in ways for row in rows))
+    table.plain = lambda: Plan("f", Budget(), 99, measurement=Measurement(2 * BUDGET, 0, 0, 0, 0.0, 0.0, "cpu"))
+    table.pricer.chain = lambda cuts: SimpleNamespace(stages=(), rows=ways[cuts[0]])
 
-    def asked(n_bytes):
-        table = Table(fine, coarse)
-        table.plain = lambda: Plan("f", Budget(), 99, measurement=Measurement(2 * BUDGET, 0, 0, 0, 0.0, 0.0, "cpu"))
-        table.pricer.chain = lambda cuts: SimpleNamespace(stages=(), rows=[(fine,), (coarse,)][cuts[0]])
+    def planner(chain, budget_bytes):
+        plan = Table(*chain.rows)(chain, budget_bytes)
+        number = table.rows.index(chain.rows[plan.segments[0].stop - 1])
+        return plan.replace(segments=(Segment(0, number + 1),))
 
-        def planner(chain, budget_bytes):
-            if budget_bytes < chain.rows[0][0] * BUDGET:
-                raise InfeasibleBudgetError("", requested_bytes=1, least_bytes=int(chain.rows[0][0] * BUDGET))
-            number = table.rows.index(chain.rows[0])
-            prediction = Prediction(int(chain.rows[0][0] * BUDGET), chain.rows[0][2], 1.0, 0, "by hand")
-            return Plan("f", Budget(), 99, (Segment(0, number + 1),), prediction=prediction)
+    try:
+        found = repair.fit(table, planner, Budget(), int(n_bytes * BUDGET), [(k, 99) for k in range(len(ways))])
+    except InfeasibleBudgetError as refused:
+        return refused.least_bytes / BUDGET, None, table.compiles
+    return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
 
-        return repair.fit(table, planner, Budget(), n_bytes, ((1, 2), (0, 2)))
 
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        asked(BUDGET // 2)
-    assert refused.value.least_bytes == BUDGET
-    assert asked(BUDGET).measurement.temp_bytes == BUDGET
+def test_the_least_that_is_named_is_met(monkeypatch):
+    """Stages that are predicted to fit and do not: what other stages need is named, and found when it is asked for."""
+    ways = ((0.97, 1.1, 0.5),), ((0.9, 1.0, 0.6),)
+    assert fitted(monkeypatch, 0.5, *ways)[:2] == (1.0, None)
+    assert fitted(monkeypatch, 1.0, *ways)[:2] == (1.0, 0.6)
+
+
+PACKED = ((0.8, 0.97, 1.14), (0.9, 1.05, 0.5)), ((0.85, 0.93, 1.0),)
+"""The least of the first way is predicted lower than that of the second, but packed worse."""
+
+
+def test_the_least_is_of_all_ways_to_cut(monkeypatch):
+    """It is what the compiler says is least, not what is predicted to be, and no plan of a larger budget needs less."""
+    assert fitted(monkeypatch, 0.3, *PACKED) == (0.93, None, 3)
+    assert fitted(monkeypatch, 0.93, *PACKED)[:2] == (0.93, 1.0)
+    assert fitted(monkeypatch, 0.3, PACKED[0], ((0.95, 0.9, 1.0),))[:2] == (0.97, None)  # not expected to be least
+
+
+def test_more_budget_does_not_mean_more_executed_again(monkeypatch):
+    """Where a plan executes much again, the least plan of other stages, which a smaller budget gets, is looked at."""
+    assert fitted(monkeypatch, 1.0, *PACKED) == (0.93, 1.0, 4)
+    little = ((0.8, 0.97, 0.45), (0.9, 1.05, 0.3)), ((0.85, 0.93, 0.4),)
+    assert fitted(monkeypatch, 1.0, *little) == (0.97, 0.45, 3)
+
+
+@pytest.mark.parametrize("n_bytes", [0.3, 0.7, 0.93, 0.95, 1.0, 1.2])
+def test_all_ways_together_are_compiled_few_times(monkeypatch, n_bytes):
+    """However many there are, and however badly all are predicted."""
+    ways = [tuple((p + 0.01 * k, p + 0.3 + 0.02 * k, 3 - p) for p in np.arange(0.4, 1.5, 0.05)) for k in range(4)]
+    assert fitted(monkeypatch, n_bytes, *ways)[2] <= MOST_COMPILES
 
 
 def test_where_nothing_helps_the_least_is_the_function_as_it_is():

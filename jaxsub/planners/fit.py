@@ -14,7 +14,7 @@ from jaxsub.plan import Plan, plan_from_runs
 
 ALIKE, FEWER = 0.01, 0.8
 """Of two plans whose FLOPs differ by no more than the first share, one with at most the second of the regions is
-preferred."""
+preferred if it needs no more memory."""
 
 
 def cheapest(chain: Chain, candidates: Iterable[tuple[Run, ...]], budget_bytes: int | None, planner: str) -> Plan:
@@ -60,15 +60,22 @@ def is_better(plan: Plan, than: Plan) -> bool:
     """Whether a measured plan is preferred to another that fits as well.
 
     The one that executes less is; of two within a percent of each other, the one of clearly fewer regions, which
-    compiles sooner; of two that execute the same, the one of less memory.
+    compiles sooner, if it needs no more memory: else a smaller budget would find the one that executes less. Of two
+    that execute the same it is the one of less memory.
     """
     (work, again), (other_work, other_again) = _work(plan), _work(than)
     if abs(work - other_work) <= ALIKE * min(work, other_work):
-        if plan.n_regions <= FEWER * than.n_regions and plan.n_regions < than.n_regions:
+        if _is_simpler(plan, than):
             return True
-        if than.n_regions <= FEWER * plan.n_regions and than.n_regions < plan.n_regions:
+        if _is_simpler(than, plan):
             return False
     return (again, _needed(plan)) < (other_again, _needed(than))
+
+
+def _is_simpler(plan: Plan, than: Plan) -> bool:
+    """Whether a plan has clearly fewer regions, and needs no more."""
+    is_fewer = plan.n_regions < than.n_regions and plan.n_regions <= FEWER * than.n_regions
+    return is_fewer and _needed(plan) <= _needed(than)
 
 
 def _work(plan: Plan) -> tuple[float, float]:
