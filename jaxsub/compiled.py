@@ -6,6 +6,8 @@ run. This is also safe inside a user's own trace: the function is traced anew on
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +21,9 @@ from jaxsub.crosscompile import cross_compile
 from jaxsub.errors import UnsupportedError
 from jaxsub.plan import Measurement
 from jaxsub.targets import Target, get_target
+
+LONG_SECONDS = 10.0
+"""A compile that takes longer than this is announced, and the memory that it used is given back."""
 
 
 class Compiled(Protocol):
@@ -112,7 +117,20 @@ def measure_compiled(
     target = get_target(target)
     start = time.perf_counter()
     compiled = compile_for(fun, args, target, donate_argnums=donate_argnums)
-    return measurement(compiled, target, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if seconds > LONG_SECONDS:
+        return_freed_memory()
+    return measurement(compiled, target, seconds)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed: glibc keeps it for the threads that had it, and others take anew.
+
+    The plain gradient of a residual network of 194 layers leaves 560 MiB behind, one of 1001 layers 16 GiB, and the
+    next compile comes on top.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _place(leaf: Any, target: Target) -> Any:

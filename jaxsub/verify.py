@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsub import compat
 from jaxsub.budget import Budget
-from jaxsub.compiled import measure_compiled
+from jaxsub.compiled import LONG_SECONDS, measure_compiled
 from jaxsub.emit import emit
 from jaxsub.loops import find_nested
 from jaxsub.plan import Holding, Measurement, Plan, stored_measurement
@@ -26,9 +26,6 @@ from jaxsub.spread import constrain, placed
 from jaxsub.stages import find_cuts, shares_most_weights, widening_head
 from jaxsub.store import code_digest, key_of
 from jaxsub.timeline import name_pieces, value_label
-
-LONG_SECONDS = 10.0
-"""A compile that is expected to take longer is announced with its time."""
 
 
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """What `jaxsub.compiled` reads of a compiled program, and the compiler option that keeps recomputation on the CPU."""
 
+import ctypes
 import dataclasses
 import functools
 import os
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxsub
 from jaxsub.budget import Budget
 from jaxsub.compat import cpu_compiler_options
-from jaxsub.compiled import compile_for, measure_compiled, measurement
+from jaxsub.compiled import compile_for, measure_compiled, measurement, return_freed_memory
 from jaxsub.emit import as_traced, emit
 from jaxsub.errors import UnsupportedError
 from jaxsub.plan import Plan
@@ -182,3 +183,25 @@ def test_a_silent_compiler_is_an_error_that_says_what_to_do():
     """Without a memory analysis the error names the target and both ways on."""
     with pytest.raises(UnsupportedError, match=r"`cpu`.*verify=False.*target=\"cpu\""):
         measurement(Silent(), CPU, 0.1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system's own account of memory is read")
+def test_freed_memory_is_given_back():
+    libc, n, each = ctypes.CDLL(None), 1024, 64 << 10
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(each) for _ in range(n)]
+    for block in blocks:
+        ctypes.memset(block, 1, each)
+    for block in blocks[:-1]:  # the last one, at the top of the heap, keeps glibc from doing it by itself
+        libc.free(block)
+    before = resident_bytes()
+    return_freed_memory()
+    given_back = before - resident_bytes()
+    libc.free(blocks[-1])
+    assert given_back > n * each / 2
+
+
+def resident_bytes():
+    """What the process has in memory."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
