@@ -133,7 +133,7 @@ def unwrapped_probe(program: Program, start: int, stop: int) -> Probe:
     def call(inputs: Sequence[Any], sums: Sequence[Any]) -> Any:
         results, pullback = vjp_of(function, function.call, inputs)
         results = jax.lax.optimization_barrier(results)
-        seeds = [jnp.ravel(r)[0].astype(jnp.float32) if r.size else jnp.float32(0) for r in results]
+        seeds = [jnp.ravel(r)[0].real.astype(jnp.float32) if r.size else jnp.float32(0) for r in results]
         cts = _fill([(r.shape, r.dtype) for r in results], seeds)
         return results, _finish(program, function, pullback(tuple(cts)), sums)
 
@@ -188,7 +188,7 @@ def keep_probe(program: Program, start: int, stop: int, *, doubles: bool, made: 
     def call(inputs: Sequence[Any], given: Any) -> Any:
         inputs = _with_made(inputs, avals, made, given)
         results, pullback = vjp_of(function, function.call, inputs)
-        seed = sum(jnp.sum(r).astype(jnp.float32) for r in results)
+        seed = sum(jnp.sum(r).real.astype(jnp.float32) for r in results)
         ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
         ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), ballast)
         cts = _fill([(r.shape, r.dtype) for r in results], _seeds_of(ballast, len(results)))
@@ -237,4 +237,4 @@ def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], s
     is_out = [v.producer is None and (not is_summed or v.index in apart) for v in values]
     weights = [g for g, goes_out in zip(gradients, is_out, strict=True) if goes_out]
     others = [g for g, goes_out in zip(gradients, is_out, strict=True) if not goes_out]
-    return weights, sum((jnp.sum(g).astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))
+    return weights, sum((jnp.sum(g).real.astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))

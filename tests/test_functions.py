@@ -111,6 +111,20 @@ def test_functions(fun):
     same(jax.vmap(jax.grad(predicted(fun)))(batch), jax.vmap(jax.grad(fun))(batch), **tolerance)
 
 
+def test_complex_layers_within_a_budget():
+    """Layers that hand on complex numbers are compiled to be priced, forward and backward, without a warning."""
+
+    def rotations(w, x):
+        for _ in range(6):
+            x = jnp.fft.fft(jnp.tanh(x.real) + 1j * jnp.sin(x.imag)) @ w
+        return jnp.mean(jnp.abs(x))
+
+    args = W / 8, jnp.ones((256, 4), "complex64")
+    small = jaxsub.sublinear(rotations, budget=0.6, cache=False, progress=False)
+    same(jaxsub.jit(jax.grad(small))(*args), jax.jit(jax.grad(rotations))(*args), atol=1e-5)
+    assert jaxsub.measure(small, *args).temp_bytes <= 0.6 * jaxsub.measure(rotations, *args).temp_bytes
+
+
 def test_references_in_what_is_mapped():
     """References made in a mapped function, inside and outside `sublinear`, with and without `jit`."""
     batch = jnp.stack([W, -W])
