@@ -296,16 +296,17 @@ class _Cut:
     names: dict[int, int]  # vertex of a marked value -> offset
     producers: dict[int, int]  # vertex of a value -> vertex of its equation
     bytes: dict[int, int]  # vertex of a value -> bytes
-    made: list[list[int]]  # by equation: vertices of the values it makes
-    read: list[list[int]]  # by equation: vertices of the values it reads, inputs of the run left out
+    made: list[int]  # by equation: the values it makes, a set of vertices as the bits of a number
+    read: list[int]  # by equation: the values it reads, inputs of the run left out, likewise
+    wanted: int  # the values the backward pass reads, likewise
 
     @classmethod
     def of(cls, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], free: frozenset[int]) -> _Cut:
         vertex: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         names, producers, sizes = {}, {}, {}
-        made: list[list[int]] = []
-        read: list[list[int]] = []
+        made: list[int] = []
+        read: list[int] = []
         given = set(invars)
         for e, eqn in enumerate(eqns):
             offset = mark_of(eqn)
@@ -318,15 +319,17 @@ class _Cut:
                     names[v] = offset
                     sizes[v] = 0 if offset in free else sizes[v]
                     edges.append((v, 2 + e, max(sizes[v], 1)))
-            made.append([vertex[v] for v in eqn.outvars])
-            read.append([vertex[a] for a in eqn.invars if compat.is_var(a) and a not in given])
-            edges += [(2 + e, v, -1) for v in read[-1]]
-        edges += [(0, vertex[a], -1) for a in set(filter(compat.is_var, outvars)) if a not in given]
+            made.append(_bits(vertex[v] for v in eqn.outvars))
+            reads = [vertex[a] for a in eqn.invars if compat.is_var(a) and a not in given]
+            read.append(_bits(reads))
+            edges += [(2 + e, v, -1) for v in reads]
+        wanted = [vertex[a] for a in set(filter(compat.is_var, outvars)) if a not in given]
+        edges += [(0, v, -1) for v in wanted]
         heads, tails, capacities = (
             (np.array(x, dtype=np.int64) for x in zip(*edges, strict=True)) if edges else (np.zeros(0, np.int64),) * 3
         )
         return cls(heads, tails, capacities, np.array([flops_of(e).weighted for e in eqns]), names, producers, sizes,
-                   made, read)  # fmt: skip
+                   made, read, _bits(wanted))  # fmt: skip
 
     def solve(self, price: float) -> Choice:
         """The cheapest choice when a FLOP costs `price` bytes."""
@@ -355,14 +358,18 @@ class _Cut:
 
     def choice(self, saved: frozenset[int]) -> Choice:
         """The choice of saving these values."""
-        wanted, again = set(self.tails[self.heads == 0].tolist()), 0.0
-        bound = {v for v, offset in self.names.items() if offset in saved}
-        for e in reversed(range(len(self.flops))):
-            if not any(v in wanted and v not in bound for v in self.made[e]):
-                continue
-            again += float(self.flops[e])
-            wanted.update(self.read[e])
+        bound = [v for v, offset in self.names.items() if offset in saved]
+        wanted, unbound, again = self.wanted, ~_bits(bound), 0.0
+        for made, read, flops in zip(reversed(self.made), reversed(self.read), self.flops[::-1].tolist(), strict=True):
+            if made & wanted & unbound:
+                again += flops
+                wanted |= read
         return Choice(tuple(sorted(saved)), sum(self.bytes[v] for v in bound), again)
+
+
+def _bits(vertices: Iterable[int]) -> int:
+    """A set of vertices as the bits of a number: of thousands of choices each asks every equation what is wanted."""
+    return sum(1 << v for v in set(vertices))
 
 
 def mark_of(eqn: Any) -> int | None:
