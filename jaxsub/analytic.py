@@ -17,6 +17,7 @@ from jaxsub import compat
 from jaxsub.chain import Stage
 from jaxsub.fusing import IN_PLACE, VIEWS, Lives
 from jaxsub.graph import Graph
+from jaxsub.hoisting import TOGETHER
 from jaxsub.kernels import Kernel, peak_bytes, schedule
 from jaxsub.options import TracedRun, mark_of
 from jaxsub.program import aval_bytes
@@ -46,16 +47,38 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, is_cpu: bool = Tr
     return peak_bytes(order, standing, lives.ends(), written | scattered | (set(traced.inputs) - set(given)), written)
 
 
-def hoisted_bytes(traced: TracedRun, *, is_cpu: bool = True) -> int:
-    """What a CPU makes for a region before the program starts: arrays that wait for nothing, such as zeros."""
-    if not is_cpu:
+def hoisted_bytes(traced: TracedRun, *, is_cpu: bool = True, is_shared: bool = False) -> int:
+    """What is made for a region ahead of its backward pass: arrays that wait for nothing, such as zeros.
+
+    A CPU makes them when the program starts; a GPU where several stages need alike ones, which is `is_shared`.
+    """
+    if not (is_cpu or is_shared):
         return 0
     again, _ = recomputed(traced, frozenset())
     given = (*traced.inputs, *traced.cotangents)
-    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu)
+    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True)
     straight = _written(traced, lives)[1]
     return sum(n for k in lives.kernels if not k.reads
                for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
+
+
+def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, is_cpu: bool) -> int:
+    """What a probe of that name would say, by counting (`jaxsub.probes.probe`); all but `backward`.
+
+    Args:
+        what: The probe's name.
+        traced: The run.
+        saved: As for the probe.
+        at_once: Whether the run's backward pass starts at once.
+        is_cpu: Whether to compile for a CPU rather than a GPU.
+    """
+    if what == "forward":
+        return forward_bytes(traced, is_cpu=is_cpu)
+    if what.startswith("hoisted"):
+        return hoisted_bytes(traced, is_cpu=is_cpu, is_shared=what == TOGETHER)
+    if what in ("keep", "held"):
+        return kept_bytes(traced, saved, is_cpu=is_cpu)
+    return unwrapped_bytes(traced, saved, at_once=at_once, is_cpu=is_cpu)
 
 
 def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:

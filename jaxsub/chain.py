@@ -81,15 +81,18 @@ class Stage:
         keep_transient_bytes: What its backward pass then allocates, the kept included.
         made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
         first_value: The first value it makes; options' offsets count from there.
-        hoisted_bytes: What the compiler makes for it when the program starts, and keeps until its backward pass, when
-            it stands in a region: arrays that wait for nothing. The options of items count it in their saved bytes.
+        hoisted_bytes: What the compiler makes ahead for it when it stands in a region, and keeps until its backward
+            pass: arrays that wait for nothing. The options of items count it in their saved bytes.
         forward_seconds: How long its forward pass takes, where known.
         backward_seconds: How long its backward pass takes when nothing is executed again, where known.
         tail_seconds: `tail_flops` in seconds, where known.
         keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
-        gradient_sizes: Bytes of gradients that its backward pass writes at once and that the program returns.
+        gradient_sizes: Bytes of gradients that the program returns and that are written from its backward pass on.
         joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
         summed_bytes: Bytes of all that was so added to sums which are whole once its backward pass has run.
+        summed_sizes: Bytes of gradients that are such sums: without barriers they are written when they are whole.
+        partial_bytes: What of `keep_bytes` is gone before its backward pass writes any gradient: products in parts.
+        ahead_bytes: What of `keep_bytes` stands only because gradient barriers keep stages apart that need alike zeros.
     """
 
     start: int
@@ -111,6 +114,9 @@ class Stage:
     gradient_sizes: tuple[int, ...] = ()
     joined_bytes: int = 0
     summed_bytes: int = 0
+    summed_sizes: tuple[int, ...] = ()
+    partial_bytes: int = 0
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +224,8 @@ class Chain:
 
     def __post_init__(self) -> None:
         n = len(self.stages)
-        faults = [
-            f"stage {s} does not start where stage {s - 1} stops"
-            for s in range(1, n)
-            if self.stages[s].start != self.stages[s - 1].stop
-        ]
+        faults = [f"stage {s} does not start where stage {s - 1} stops"
+                  for s in range(1, n) if self.stages[s].start != self.stages[s - 1].stop]  # fmt: skip
         faults += [f"{c} does not run forward" for c in self.crossings if not 0 <= c.made < c.last <= n]
         faults += [f"{i.start}:{i.stop} is no run of stages" for i in self.items if not 0 <= i.start < i.stop <= n]
         if faults:

@@ -14,7 +14,7 @@ backward pass allocates for itself may find such a place too: that is left out, 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -75,12 +75,15 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
         if run.option is not None:
             yield from ((size, number, run.start - 1, False) for size in run.option.saved_sizes)
         elif not run.children:
-            inside = chain.stages[run.start : run.stop]
-            yield from ((size, number, run.start - 1, False) for s in inside for size in s.keep_sizes)
+            for place in range(run.start, run.stop):
+                stage = chain.stages[place]
+                yield from ((size, number, run.start - 1, False) for size in stage.keep_sizes)
+                if stage.partial_bytes:
+                    yield stage.partial_bytes, number, place, False
 
 
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """Bytes of the gradients that a run's backward pass writes at once: of weights that a single product reads.
+    """Bytes of the gradients that a run's backward pass is the first to write: of weights that no later product reads.
 
     Args:
         graph: The program.
@@ -88,8 +91,8 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
         stop: The node after its last.
     """
     costly = (node for node in graph.nodes[start:stop] if node.is_costly)
-    weights = (graph.values[v] for node in costly for v in node.inputs if graph.values[v].producer is None)
-    return tuple(w.n_bytes for w in weights if w.is_differentiated and len(w.consumers) == 1)
+    weights = ((graph.values[v], node) for node in costly for v in {*node.inputs} if graph.values[v].producer is None)
+    return tuple(w.n_bytes for w, node in weights if w.is_differentiated and w.consumers[-1] == node.index)
 
 
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:
@@ -104,22 +107,27 @@ def joined_bytes(graph: Graph, start: int, stop: int) -> int:
     return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
 
 
-def summed_bytes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> int:
-    """Bytes of all gradients that stages add to sums of which a run, the first to read the weight, makes the last part.
+def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Gradients that are sums of which a run, the first to read the weight, makes the last part.
 
     Args:
         graph: The program.
         cuts: The first node of each stage, and the number of nodes last.
         start: The run's first node.
         stop: The node after its last.
+
+    Returns:
+        For each the bytes of the sum, and of all that stages before in the backward pass add to it.
     """
     read = {v for node in graph.nodes[start:stop] for v in node.inputs if graph.is_joined(v, stop)}
-    firsts = (graph.values[v] for v in read if graph.values[v].consumers[0] >= start)
-    return sum(w.n_bytes * (len({bisect_right(cuts, c) for c in w.consumers}) - 1) for w in firsts)
+    firsts = [graph.values[v] for v in sorted(read) if graph.values[v].consumers[0] >= start]
+    return tuple((w.n_bytes, w.n_bytes * (len({bisect_right(cuts, c) for c in w.consumers}) - 1)) for w in firsts)
 
 
 def unfenced(chain: Chain) -> Chain:
     """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
+
+    Zeros that a GPU makes ahead, since barriers keep apart the stages that need them, are made where they are used.
 
     Example:
         >>> from jaxsub.chain import Chain, Stage
@@ -128,12 +136,17 @@ def unfenced(chain: Chain) -> Chain:
         >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
         [0, 8, 0, 0]
     """
-    pile, stages, joins = 0, [], any(s.joined_bytes for s in chain.stages)
+    pile, stages, fences = 0, [], any(s.joined_bytes or s.ahead_bytes for s in chain.stages)
+    late = Counter(size for s in chain.stages for size in s.summed_sizes)
     for s in reversed(chain.stages):
-        own, kept = s.transient_bytes + pile, s.keep_transient_bytes + pile
-        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, joined_bytes=0, summed_bytes=0))
-        pile += s.joined_bytes - s.summed_bytes
-    return replace(chain, stages=tuple(reversed(stages))) if joins else chain
+        own, kept, keep = s.transient_bytes + pile, s.keep_transient_bytes + pile, s.keep_bytes - s.ahead_bytes
+        early = Counter(s.gradient_sizes)
+        moved = early & late
+        sizes = (*(early - moved).elements(), *s.summed_sizes)
+        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, keep_bytes=keep, gradient_sizes=sizes,
+                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0))  # fmt: skip
+        pile, late = pile + s.joined_bytes - s.summed_bytes, late - moved
+    return replace(chain, stages=tuple(reversed(stages))) if fences else chain
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from typing import Any
 from jaxsub import analytic, compat, probes
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.compiled import measure_compiled
-from jaxsub.flops import primitives_in
-from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes, summed_bytes
+from jaxsub.hoisting import TOGETHER, hoisting, shared_zeros
+from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes, summed_sizes
 from jaxsub.loops import LoopChoice, branch_choices, find_nested, loop_choices, with_loops
 from jaxsub.offload import require_memory, with_offloading
 from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_marking
@@ -39,10 +39,7 @@ from jaxsub.ways import Conditional, Loop, Way, walk
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
 
-HOISTING = frozenset(("select_and_scatter_add", "scatter-add", "scatter_add", "scan"))
-"""Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
-
-PROBES = 4  # raise it when a probe changes: prices that are stored come from another one
+PROBES = 5  # raise it when a probe changes: prices that are stored come from another one
 
 Kind = str
 Saved = tuple[int, ...] | Way
@@ -84,6 +81,7 @@ class Pricer:
     _ways: dict[Kind, tuple[WayChoice, ...]] = field(init=False, default_factory=dict)
     _returned: dict[Any, int] = field(init=False, default_factory=dict)
     _cuts: tuple[int, ...] = field(init=False, default=())
+    _zeros: frozenset[Any] = field(init=False, default=frozenset())
     _loops: frozenset[int] = field(init=False)
     _clock: Clock = field(init=False)
 
@@ -184,14 +182,15 @@ class Pricer:
 
     def _price_stages(self, runs: Sequence[tuple[int, int]], blocks: Sequence[tuple[int, int]] = ()) -> None:
         jobs: list[Job] = [("backward", *block, c.saved) for block in blocks for c in self._run(*block)[1]]
+        self._zeros = shared_zeros(self._run(*run)[0] for run in runs if not self._is_pinned(*run))
         for start, stop in runs:
             if self._is_pinned(start, stop):
                 continue
             is_last = stop == len(self.program.eqns)
             names = ("forward", "last") if is_last else ("forward", "keep", "unwrapped")
             jobs += [(name, start, stop, ()) for name in names]
-            if not is_last and self._may_hoist(start, stop):
-                jobs.append(("hoisted", start, stop, ()))
+            if not is_last and (what := self._hoisting(start, stop)):
+                jobs.append((what, start, stop, ()))
             if not is_last:
                 jobs += [("backward", start, stop, c.saved) for c in self._run(start, stop)[1]]
         last = len(self.program.eqns)
@@ -208,14 +207,15 @@ class Pricer:
     def _is_cpu(self) -> bool:
         return self.target.platform == "cpu"
 
-    def _may_hoist(self, start: int, stop: int) -> bool:
+    def _hoisting(self, start: int, stop: int) -> str:
         if not self.is_compiled and stop == len(self.program.eqns):
-            return False  # its backward pass begins at once, and is counted as a whole
-        return any(name in HOISTING for eqn in self._run(start, stop)[0].backward for name in primitives_in(eqn))
+            return ""  # its backward pass begins at once, and is counted as a whole
+        return hoisting(self._run(start, stop)[0], self._zeros, is_cpu=self._is_cpu)
 
     def _hoisted_bytes(self, start: int, stop: int) -> int:
-        """What the compiler makes for a region before the program starts, and keeps until its backward pass."""
-        return self._bytes("hoisted", start, stop, ()) if self._may_hoist(start, stop) else 0
+        """What the compiler makes for a region ahead of time, and keeps until its backward pass."""
+        what = self._hoisting(start, stop)
+        return self._bytes(what, start, stop, ()) if what else 0
 
     def _stage(self, start: int, stop: int, spent_inputs: tuple[int, ...]) -> Stage:
         graph = self.program.graph
@@ -230,18 +230,26 @@ class Pricer:
         if self.is_compiled and not is_last:
             keep = max(0, keep - analytic.kept_returned_bytes(self._run(start, stop)[0]))
         gone = self._gone_bytes(start, stop, spent_inputs, is_last)
+        hoisted = 0 if is_last else self._hoisted_bytes(start, stop)
+        ahead = hoisted if hoisted and self._hoisting(start, stop) == TOGETHER else 0
+        sums = summed_sizes(graph, self._cuts, start, stop)
+        sizes = self._kept_sizes(start, stop, 0 if is_last else keep - gone)
+        is_split = self.is_compiled and not (self._is_cpu or is_last)
         made, spent = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
-            self._bytes("forward", start, stop, ()), transient - gone * is_last, max(0, keep - gone),
+            self._bytes("forward", start, stop, ()), transient - gone * is_last, ahead + max(0, keep - gone),
             (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - gone,
             sum(graph.values[v].n_bytes for v in made), made.start,
-            0 if is_last else self._hoisted_bytes(start, stop),
+            hoisted,
             spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
-            self._kept_sizes(start, stop, 0 if is_last else keep - gone),
+            sizes,
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
-            summed_bytes(graph, self._cuts, start, stop),
+            sum(parts for _, parts in sums),
+            tuple(size for size, _ in sums),
+            max(0, keep - gone - sum(sizes)) if is_split else 0,
+            ahead,
         )  # fmt: skip
 
     def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
@@ -353,17 +361,10 @@ class Pricer:
         return self._prices[key]
 
     def _count(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
-        traced = self._run(start, stop)[0]
-        if what == "forward":
-            return analytic.forward_bytes(traced, is_cpu=self._is_cpu)
-        if what == "hoisted":
-            return analytic.hoisted_bytes(traced, is_cpu=self._is_cpu)
-        if what in ("keep", "held"):
-            return analytic.kept_bytes(traced, saved, is_cpu=self._is_cpu)
-        if what in ("unwrapped", "last"):
-            at_once = what == "last" and self.program.loss is not None
-            return analytic.unwrapped_bytes(traced, saved, at_once=at_once, is_cpu=self._is_cpu)
-        return self._backward_bytes(start, stop, saved)
+        if what == "backward":
+            return self._backward_bytes(start, stop, saved)
+        at_once = what == "last" and self.program.loss is not None
+        return analytic.counted(what, self._run(start, stop)[0], saved, at_once=at_once, is_cpu=self._is_cpu)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
         return what, self._kind(start, stop), saved

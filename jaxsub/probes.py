@@ -4,7 +4,8 @@ Each probe is a function and its arguments, compiled but never run. What must co
 program, each buffer from a seed of its own (equal-looking stand-ins would be merged into one); what must not count, the
 run's inputs, comes as arguments. Gradients of weights go out as outputs; cotangents of activations are held together
 with them behind one barrier, then summed, so that no output buffer can hide them. The gradient of a weight that is
-read later too is added to a sum, which comes as an argument whose memory an output takes over.
+read later too is added to a sum, which comes as an argument whose memory an output takes over; behind a barrier, as in
+plans: a GPU's products add to an argument at once, to anything else from memory of their own.
 
 The memory figures need no loop, except one: what the compiler keeps of an unwrapped run between its passes shows only
 while something else holds the peak. There a loop over a ballast of known size stands between the passes.
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
 from jaxsub.program import Program
 
@@ -41,7 +43,8 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
     """The probe of a name.
 
     Args:
-        what: `forward`, `last`, `hoisted`, `keep`, `held` (`keep` with inputs made inside), `unwrapped` or `backward`.
+        what: `forward`, `last`, `hoisted`, `hoisted_together`, `keep`, `held` (`keep` with inputs made inside),
+            `unwrapped` or `backward`.
         program: The program.
         start: The run's first node.
         stop: The node after its last.
@@ -52,8 +55,8 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
         return forward_probe(program, start, stop)
     if what == "last":
         return last_probe(program, start, stop, saved)
-    if what == "hoisted":
-        return hoist_probe(program, start, stop, doubles=doubles)
+    if what.startswith("hoisted"):
+        return hoist_probe(program, start, stop, doubles=doubles, runs=2 if what == TOGETHER else 1)
     if what == "unwrapped":
         return unwrapped_probe(program, start, stop)
     if what in ("keep", "held"):
@@ -141,18 +144,19 @@ def unwrapped_probe(program: Program, start: int, stop: int) -> Probe:
     return Probe(call, (avals, sums), donated=(1,) if sums else ())
 
 
-def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Probe:
+def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool, runs: int = 1) -> Probe:
     """A loop over a ballast that everything a run reads waits for, then the run and its backward pass.
 
     What stands beside the ballast waits for nothing: index arrays and zeros that the compiler makes for a scatter, say.
-    It makes them when the program starts, and they stand until the run's backward pass. What becomes the gradient of a
-    weight that is looked up in lies in its output's place from the start.
+    It makes them when the program starts, or for all runs when the first begins, and they stand until the run's
+    backward pass. What becomes the gradient of a weight that is looked up in lies in its output's place from the start.
 
     Args:
         program: The program.
         start: The run's first node.
         stop: The node after its last.
         doubles: Whether the backend's loops keep two copies of what they carry.
+        runs: How often the run stands there, each time behind such a loop that waits for the one before.
     """
     function = run_function(program, start, stop)
     region = jax.checkpoint(function.call)
@@ -161,12 +165,17 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool) -> Pr
     avals = read_avals(program, function)
     outs = jax.eval_shape(function.call, *avals)[0]
 
-    def call(inputs: Sequence[Any], seed: Any) -> Any:
-        ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), jnp.broadcast_to(seed, (BALLAST_BYTES // 4,)))
-        *inputs, seeds = jax.lax.optimization_barrier((*inputs, _seeds_of(ballast, len(outs))))
-        results, pullback = vjp_of(function, region, inputs)
-        cts = _fill([(r.shape, r.dtype) for r in results], seeds)
-        return _finish(program, function, pullback(tuple(cts)), is_summed=True, apart=looked_up)
+    def call(given: Any, seed: Any) -> Any:
+        weights = []
+        for _ in range(runs):
+            ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
+            ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), ballast)
+            *inputs, seeds = jax.lax.optimization_barrier((*given, _seeds_of(ballast, len(outs))))
+            results, pullback = vjp_of(function, region, inputs)
+            cts = _fill([(r.shape, r.dtype) for r in results], seeds)
+            found, seed = _finish(program, function, pullback(tuple(cts)), is_summed=True, apart=looked_up)
+            weights.append(found)
+        return weights, seed
 
     return Probe(call, (avals, jax.ShapeDtypeStruct((), jnp.float32)), BALLAST_BYTES * (2 if doubles else 1))
 
@@ -229,7 +238,7 @@ def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], s
 
     With `is_summed` gradients of weights are summed too, those of `apart` left out.
     """
-    earlier = iter(sums)
+    earlier = iter(jax.lax.optimization_barrier(tuple(sums)) if sums else ())
     gradients = [next(earlier) + g if sums and i in function.joined else g
                  for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
     gradients = jax.lax.optimization_barrier(tuple(gradients))

@@ -27,6 +27,7 @@ JAX_WING = (
     "pooling",
     "results",
     "options",
+    "hoisting",
     "kernels",
     "fusing",
     "analytic",

@@ -12,7 +12,7 @@ import zoo
 
 import jaxsub
 from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, predict
-from jaxsub.hosting import gradient_sizes, hosted_bytes
+from jaxsub.hosting import gradient_sizes, hosted_bytes, unfenced
 from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
@@ -143,6 +143,73 @@ def test_a_gradient_that_joins_a_sum_is_counted_once(store):
         if n_weights == 1:
             assert predicted[0] / Verifier(pricer).measure(plan).temp_bytes == pytest.approx(1, abs=0.05)
     assert predicted[0] >= predicted[1] + 0.9 * 256 * 256 * 4
+
+
+def lines(n_weights):
+    """Six layers that share `n_weights` weights, each wider than its activations are long."""
+    w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def loss(ws, x):
+        for i in range(6):
+            x = jnp.tanh(x @ ws[i % len(ws)])
+        return jnp.sum(x**2)
+
+    return trace(loss, ([w] * n_weights, x), {}, argnums=0)
+
+
+def test_a_gpu_adds_to_a_sum_from_beside_it():
+    """A GPU makes a contribution to a weight's gradient in a place of its own, as in plans, and then adds it."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+    program = lines(1)
+    run = list(pairwise(cut_choices(program)[0]))[2]
+    assert Pricer(program, get_target("h100"))._bytes("backward", *run, ()) > 256 * 256 * 4
+
+
+def test_a_gpu_makes_alike_zeros_together():
+    """A loss at each step: the zeros that its gradients are scattered into stand together, whatever is executed again.
+
+    Without barriers they are made where they are used. A loss at the last step only has zeros for itself.
+    """
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+    loss, init = zoo.BY_NAME["lstm"].build(layers=1, steps=3, batch=64, n_in=10, width=32, classes=256)
+    program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
+    cuts = cut_choices(program)[0]
+    pricer = Pricer(program, get_target("h100"), is_compiled=False)
+    chain = pricer.chain(cuts)
+    heads = [s for s in chain.stages if s.hoisted_bytes]
+    assert [s.hoisted_bytes for s in heads] == [s.ahead_bytes for s in heads] == [64 * 256 * 4] * 2
+    item = next(i for i in chain.items if chain.stages[i.start] is heads[0] and i.stop == i.start + 1)
+    assert min(o.saved_bytes for o in item.options) == heads[0].hoisted_bytes
+    kept, bare = (sum(s.keep_bytes for s in c.stages) for c in (chain, unfenced(chain)))
+    assert kept == bare + 2 * 64 * 256 * 4
+    run = heads[0].start, heads[0].stop
+    for shared, size in ((pricer._zeros, 64 * 256 * 4), (frozenset(), 0)):
+        asked = Pricer(program, pricer.target)
+        asked._zeros = shared
+        assert asked._hoisted_bytes(*run) == pytest.approx(size, abs=8192)
+
+
+def test_a_sum_hosts_until_it_is_begun():
+    """The gradient of a shared weight is written from its last reader on, without barriers when the sum is whole.
+
+    Parts of a product are gone by then, even of that reader's.
+    """
+    program = lines(2)
+    cuts = cut_choices(program)[0]
+    n, size = len(cuts) - 1, 256 * 256 * 4
+    assert [gradient_sizes(program.graph, *run) for run in pairwise(cuts)] == [()] * (n - 2) + [(size,)] * 2
+    stages = tuple(Stage(s, s + 1, keep_bytes=5, partial_bytes=5) for s in range(3))
+    joined = (
+        replace(stages[0], summed_sizes=(8,), summed_bytes=16),
+        replace(stages[1], joined_bytes=8),
+        replace(stages[2], joined_bytes=8),
+        Stage(3, 4, gradient_sizes=(8,)),
+    )
+    chain = Chain((*joined[:2], replace(joined[2], joined_bytes=0, gradient_sizes=(8,)), Stage(3, 4)), (), ())
+    assert hosted_bytes(chain, chain.plain()) == ((0, 0), (0, 0), (0, 5), (0, 0))
+    chain = Chain(joined, (), ())
+    assert hosted_bytes(chain, chain.plain()) == ((0, 0),) * 4
+    assert hosted_bytes(unfenced(chain), chain.plain()) == ((0, 5), (0, 0), (0, 0), (0, 0))
 
 
 def test_a_whole_sum_frees_its_parts(store):
