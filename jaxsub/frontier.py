@@ -7,9 +7,9 @@ Beside its points stand what is done by hand today and the paper's own planners,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from jaxsub.budget import Budget
@@ -22,10 +22,10 @@ from jaxsub.program import Program
 from jaxsub.statics import trace_call
 from jaxsub.store import open_store
 from jaxsub.targets import get_target
-from jaxsub.verify import Verifier, cut_choices, finish
+from jaxsub.verify import Verifier, cut_choices, finish, usual_choices
 
-Found = tuple[int, float, tuple[Run, ...]]
-"""Predicted bytes, extra FLOPs and runs."""
+Found = tuple[int, float, tuple[Run, ...], Chain]
+"""Predicted bytes, extra FLOPs, runs and their chain."""
 
 NAMED = ("chen", "recursive", "revolve")
 """Planners whose own plans stand beside the frontier."""
@@ -159,11 +159,11 @@ def frontier(
 def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False) -> Frontier:
     """The frontier of a program whose stages a pricer prices."""
     program = pricer.program
-    chain = pricer.chain(cut_choices(program)[0])
-    found = spread(solve(chain).frontier(), points)
-    made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs in found)
+    chains = [pricer.chain(cuts) for cuts in usual_choices(program, cut_choices(program))]
+    found = spread(_best((*point, chain) for chain in chains for point in solve(chain).frontier()), points)
+    made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs, chain in found)
     plans = [_finished(program, plan) for plan in made]
-    others = tuple(Point(name, _finished(program, plan)) for name, plan in by_hand(chain))
+    others = tuple(Point(name, _finished(program, plan)) for name, plan in by_hand(chains[0]))
     if is_measured:
         verifier = Verifier(pricer)
         plain = verifier.plain().measurement
@@ -174,6 +174,13 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
 def _finished(program: Program, plan: Plan) -> Plan:
     predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
     return finish(program, plan, Budget(max(1, predicted)))
+
+
+def _best(found: Iterable[Found]) -> list[Found]:
+    """Those that no other is better than in both memory and FLOPs, memory rising."""
+    rising = sorted(found, key=lambda f: f[:2])
+    least = accumulate((f[1] for f in rising[:-1]), min, initial=math.inf)
+    return [f for f, before in zip(rising, least, strict=True) if f[1] < before]
 
 
 def spread(found: Sequence[Found], points: int) -> list[Found]:

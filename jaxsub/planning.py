@@ -23,10 +23,11 @@ from jaxsub.errors import JaxsubError, UnsupportedError
 from jaxsub.offload import KINDS
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
+from jaxsub.planners.held import Held
 from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
-from jaxsub.repair import fit, settle
+from jaxsub.repair import fit, natural, promising
 from jaxsub.shelf import find_plan, put_plan, shelf_key
 from jaxsub.spread import data_share
 from jaxsub.store import Store, open_store
@@ -110,15 +111,16 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile, offload=settings.offload)
         verifier = verifying.Verifier(pricer)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        planner, cuts = Bounded(wishing(program, once(program, get(settings.planner)), wishes)), cuts_of(program)
+        planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
+        cuts = cuts_of(program)
         pricer.share = data_share(program.avals(), program.shardings, program.differentiated)
         if budget == Budget():
-            plan = settle(pricer, cuts[0], planner, None)
+            plan = natural(pricer, verifying.usual_choices(program, cuts), planner)
             if settings.verify:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
         elif settings.verify is False:
-            plan = _trusted(program, pricer, planner, cuts[0], budget)
+            plan = _trusted(program, pricer, planner, cuts, budget)
         else:
             plain = verifier.measure(verifier.plain())
             if program.shardings:
@@ -199,15 +201,15 @@ def once(program: Program, planner: Planner) -> Planner:
     return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
 
 
-def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[int], budget: Budget) -> Plan:
+def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[Sequence[int]], budget: Budget) -> Plan:
     """Plan by prediction alone."""
-    chain = pricer.chain(cuts)
-    plain = get("plain")(chain, None)
+    plain = get("plain")(pricer.chain(cuts[0]), None)
     n_bytes = budget.n_bytes
     if n_bytes is None:
         n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
     if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
         return verifying.finish(program, plain, budget)
+    chain = pricer.chain(promising(pricer, planner, n_bytes, cuts))
     return verifying.finish(program, planner(chain, n_bytes), budget)
 
 

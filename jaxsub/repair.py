@@ -23,7 +23,6 @@ from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner
 from jaxsub.planners.fit import is_better
-from jaxsub.planners.held import Held
 from jaxsub.pricing import Pricer
 from jaxsub.verify import Verifier, finish, peak_line, standing
 
@@ -83,6 +82,13 @@ def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: 
     return plan
 
 
+def natural(pricer: Pricer, cut_choices: Sequence[Sequence[int]], planner: Planner) -> Plan:
+    """The plan without a budget: on the first way to cut on which it is predicted to need the least, or nearly."""
+    plans = [settle(pricer, cuts, planner, None) for cuts in cut_choices]
+    least = min(map(_predicted, plans))
+    return next(plan for plan in plans if _predicted(plan) <= least * (1 + NEARLY))
+
+
 def fit(
     verifier: Verifier, planner: Planner, budget: Budget, budget_bytes: int, cut_choices: Sequence[Sequence[int]]
 ) -> Plan:
@@ -104,8 +110,7 @@ def fit(
     plain = verifier.plain()
     if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
         return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
-    planner = Held(planner)
-    cuts = _promising(verifier.pricer, planner, budget_bytes, cut_choices)
+    cuts = promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
     if search.run(cuts, MOST_COMPILES - min(LEASTS, len(cut_choices))):
         search.others([choice for choice in cut_choices if tuple(choice) != tuple(cuts)])
@@ -254,7 +259,7 @@ def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) 
     return (choices[i] for n_bytes, i in least[:LEASTS] if n_bytes <= least[0][0] * (1 + PACKING))
 
 
-def _promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
+def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
     """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
 
     Where that way executes much again, stages whose own backward pass takes much of the budget are cut as finely as

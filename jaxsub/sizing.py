@@ -17,13 +17,15 @@ from typing import Any
 
 from jaxsub import compat
 from jaxsub.plan import Measurement, Plan
-from jaxsub.planners import get
+from jaxsub.planners import Planner, get
+from jaxsub.planners.held import Held
 from jaxsub.planning import cuts_of, once
 from jaxsub.pricing import Pricer
-from jaxsub.repair import CLOSE, MARGIN, MOST_COMPILES, settle
+from jaxsub.repair import CLOSE, MARGIN, MOST_COMPILES, natural, settle
 from jaxsub.sites import Site, Trial
 from jaxsub.store import Store
 from jaxsub.targets import Target
+from jaxsub.verify import usual_choices
 
 FLAT = 0.05
 """Where a byte less at a level saves fewer bytes of the step than this, the peak stands elsewhere."""
@@ -72,6 +74,7 @@ class Ladder:
     progress: Callable[[str], None]
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
+    planner: Planner = field(init=False)
     chosen: tuple[int, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class Ladder:
         is_compiled = settings.verify is not False and not compat.names_axes(program.traced)
         self.pricer = Pricer(program, self.target, is_compiled, self.store, self.progress, offload=settings.offload)
         self.cuts = cuts_of(program)
+        self.planner = once(program, Held(get(settings.planner)))
 
     @property
     def top_bytes(self) -> int:
@@ -103,12 +107,12 @@ class Ladder:
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
-        return self._settled(self.pricer.anew(), self.cuts[0], None)
-
-    def _settled(self, pricer: Pricer, cuts: tuple[int, ...], n_bytes: float | None) -> Plan:
-        planner = once(self.site.program, get(self.site.settings.planner))
         with self.site.axes():
-            return settle(pricer, cuts, planner, None if n_bytes is None else max(1, int(n_bytes)))
+            return natural(self.pricer.anew(), usual_choices(self.site.program, self.cuts), self.planner)
+
+    def _settled(self, pricer: Pricer, cuts: tuple[int, ...], n_bytes: float) -> Plan:
+        with self.site.axes():
+            return settle(pricer, cuts, self.planner, max(1, int(n_bytes)))
 
 
 def predicted(plan: Plan) -> int:

@@ -189,7 +189,7 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
 
 
 def cut_choices(program: Program) -> list[tuple[int, ...]]:
-    """Ways to cut a program, the likeliest first; all but that one cut a wide head too.
+    """Ways to cut a program, the likeliest first; all but that one cut a wide head too, the second nothing else.
 
     Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
     is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
@@ -201,6 +201,11 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     finer = required if head is None else {*required, head}
     ways = [(windows[0], required), *((w, finer) for w in windows)]
     return list(dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways))
+
+
+def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    """The ways to cut a program that are looked at whatever the budget: the likeliest, with a wide head cut and not."""
+    return choices[: 1 if widening_head(program.graph) is None else 2]
 
 
 def _shape(plan: Plan) -> Any:

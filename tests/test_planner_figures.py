@@ -73,8 +73,8 @@ def test_compiled_recursion_law(n, k, most_flops, cache):
     assert plan.measurement.flops / plan.plain_measurement.flops <= most_flops + 0.005
 
 
-def test_a_wide_head_is_no_floor():
-    """Logits are cut off the loss where its one stage, which holds five of their size, would be over the budget."""
+def wide_head():
+    """A loss whose logits are more than crosses any cut, the shapes of its arguments, and what its head alone needs."""
 
     def head(table, x, labels):
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ table.T), labels[..., None], axis=-1))
@@ -88,8 +88,23 @@ def test_a_wide_head_is_no_floor():
     table, w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 16), (16, 16), (4, 256, 16)))
     labels = jax.ShapeDtypeStruct((4, 256), jnp.int32)
     alone = jaxsub.measure(lambda params, labels: head(*params, labels), (table, x), labels).temp_bytes
-    plan = jaxsub.plan(loss, (table, [w] * 3), x, labels, budget=int(0.7 * alone), cache=False, progress=False)
+    return loss, ((table, [w] * 3), x, labels), alone
+
+
+def test_a_wide_head_is_no_floor():
+    """Logits are cut off the loss where its one stage, which holds five of their size, would be over the budget."""
+    loss, args, alone = wide_head()
+    plan = jaxsub.plan(loss, *args, budget=int(0.7 * alone), cache=False, progress=False)
     assert plan.measurement.temp_bytes <= 0.7 * alone < 0.7 * plan.plain_measurement.temp_bytes
+
+
+def test_a_wide_head_is_cut_whatever_is_asked():
+    """Without a budget, without a compiler, and along a frontier."""
+    loss, args, alone = wide_head()
+    assert jaxsub.plan(loss, *args, verify=True, cache=False, progress=False).measurement.temp_bytes <= 0.7 * alone
+    trusted = jaxsub.plan(loss, *args, budget=int(0.85 * alone), verify=False, cache=False)
+    assert trusted.prediction.temp_bytes <= 0.85 * alone
+    assert jaxsub.frontier(loss, *args, points=3, cache=False).points[0].temp_bytes <= 0.85 * alone
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
 """The table of planners: names, objects, planners of one's own, and the best of all."""
 
 import random
+from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import pytest
 from machine import random_chain, uniform
 
+import jaxsub
 from jaxsub import planners
 from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Prediction, Run, predict
@@ -123,6 +127,23 @@ def test_a_chain_is_solved_once_for_all_budgets(monkeypatch):
         for budget_bytes in (9, 8, None):
             held(uniform(n), budget_bytes)
     assert [len(chain.stages) for chain in solved] == [6, 7]
+
+
+def test_a_function_is_solved_once(monkeypatch):
+    """On the way from a call to its plan a chain is asked for several plans; it is solved anew when a price changes."""
+    solved = []
+    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solved.append(chain) or solve(chain, *rest))
+    ws, x = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 12, jax.ShapeDtypeStruct((256, 8), jnp.float32)
+    assert jaxsub.plan(tanh_layers, ws, x, budget=0.6, cache=False, progress=False).n_regions
+    assert solved
+    assert all(chain != before for before, chain in pairwise(solved))
+
+
+def tanh_layers(ws, x):
+    """As many layers as weights."""
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
 
 
 def test_plain_has_no_barriers_and_barriers_has_all():
