@@ -5,8 +5,7 @@ and its backward pass runs from the cotangents of what crosses cut `s + 1`. A pl
 `Run`s that covers the stages. A run is one of three things:
 
 * a **region** with an `Option`: one `jax.checkpoint` that saves the option's values and recomputes the rest;
-* a **nest**, with children: one `jax.checkpoint` that saves nothing, and inside it, when its backward pass has
-  run it forward again, its children hold;
+* a **nest**, with children: one `jax.checkpoint` that saves nothing; run forward again, its children hold inside;
 * **unwrapped**, with neither: what the compiler keeps of it stays until its backward pass.
 
 `predict` replays such a sequence in exact bytes: the peak of what the compiler will allocate beside arguments
@@ -37,11 +36,10 @@ class Option:
 
     Attributes:
         saved: The values it saves, as offsets from the first value the region makes.
-        saved_bytes: What it keeps on the device from its forward to its backward pass beyond what crosses the cuts;
-            below zero where it takes more of what crosses the cut before it off the device.
+        saved_bytes: What it keeps on the device between its passes beyond what crosses the cuts; below zero where it
+            takes more of what crosses the cut before it off the device.
         transient_bytes: What its own backward pass allocates, the saved values included.
-        recompute_flops: FLOPs executed again in its backward pass, after dead-code elimination, elementwise work
-            weighed as `jaxsub.flops.ELEMENTWISE_WEIGHT` says.
+        recompute_flops: FLOPs executed again in its backward pass, weighed as `jaxsub.flops` says.
         recompute_seconds: The same in seconds, where known.
         loops: How loops and conditionals in it run, where not plainly.
         loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
@@ -73,16 +71,14 @@ class Stage:
         stop: The node after its last.
         kind: Stages of one kind are the same program; they share every figure.
         forward_flops: FLOPs of its forward pass.
-        tail_flops: FLOPs of what its own backward pass reads, when nothing of it is saved and its outputs are not
-            wanted again: what recomputing it costs where it stands last in a region.
+        tail_flops: FLOPs of what its own backward pass reads: what recomputing it costs, last in a region.
         forward_bytes: What its forward pass alone allocates beside its inputs and outputs.
         transient_bytes: What its backward pass allocates when nothing of it is saved: recomputation included.
         keep_bytes: What the compiler keeps of it until its backward pass when it stands unwrapped.
         keep_transient_bytes: What its backward pass then allocates, the kept included.
         made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
         first_value: The first value it makes; options' offsets count from there.
-        hoisted_bytes: What the compiler makes ahead for it when it stands in a region, and keeps until its backward
-            pass: arrays that wait for nothing. The options of items count it in their saved bytes.
+        hoisted_bytes: What the compiler makes ahead for it in a region, and keeps: items' options count it as saved.
         forward_seconds: How long its forward pass takes, where known.
         backward_seconds: How long its backward pass takes when nothing is executed again, where known.
         tail_seconds: `tail_flops` in seconds, where known.
@@ -92,6 +88,8 @@ class Stage:
         summed_bytes: Bytes of all that was so added to sums which are whole once its backward pass has run.
         summed_sizes: Bytes of gradients that are such sums: without barriers they are written when they are whole.
         partial_bytes: What of `keep_bytes` is gone before its backward pass writes any gradient: products in parts.
+        operand_bytes: What contributions to such sums are made from, where a GPU may make them last.
+        turning_bytes: What it allocates more where no barriers stand and others that read its weights run with it.
         ahead_bytes: What of `keep_bytes` stands only because gradient barriers keep stages apart that need alike zeros.
     """
 
@@ -116,6 +114,8 @@ class Stage:
     summed_bytes: int = 0
     summed_sizes: tuple[int, ...] = ()
     partial_bytes: int = 0
+    operand_bytes: int = 0
+    turning_bytes: int = 0
     ahead_bytes: int = 0
 
 

@@ -127,7 +127,8 @@ def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tu
 def unfenced(chain: Chain) -> Chain:
     """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
 
-    Zeros that a GPU makes ahead, since barriers keep apart the stages that need them, are made where they are used.
+    A GPU may instead make them all when they are added up, from operands that stand until then, whichever is less.
+    Zeros that it makes ahead, since barriers keep apart the stages that need them, are made where they are used.
 
     Example:
         >>> from jaxsub.chain import Chain, Stage
@@ -136,17 +137,24 @@ def unfenced(chain: Chain) -> Chain:
         >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
         [0, 8, 0, 0]
     """
-    pile, stages, fences = 0, [], any(s.joined_bytes or s.ahead_bytes for s in chain.stages)
-    late = Counter(size for s in chain.stages for size in s.summed_sizes)
+    if not any(s.joined_bytes or s.ahead_bytes or s.turning_bytes for s in chain.stages):
+        return chain
+    operands = sum(s.operand_bytes for s in chain.stages)
+    least = operands + max(s.summed_bytes for s in chain.stages)
+    is_late = operands > 0 and least < sum(s.joined_bytes for s in chain.stages)
+    pile, stages, late = 0, [], Counter(size for s in chain.stages for size in s.summed_sizes)
     for s in reversed(chain.stages):
-        own, kept, keep = s.transient_bytes + pile, s.keep_transient_bytes + pile, s.keep_bytes - s.ahead_bytes
+        adding = pile + s.summed_bytes if is_late else 0
+        own, kept = max(adding, s.transient_bytes + s.turning_bytes + pile), max(adding, s.keep_transient_bytes + pile)
         early = Counter(s.gradient_sizes)
         moved = early & late
         sizes = (*(early - moved).elements(), *s.summed_sizes)
+        keep = s.keep_bytes - s.ahead_bytes
         stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, keep_bytes=keep, gradient_sizes=sizes,
-                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0))  # fmt: skip
-        pile, late = pile + s.joined_bytes - s.summed_bytes, late - moved
-    return replace(chain, stages=tuple(reversed(stages))) if fences else chain
+                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0, turning_bytes=0,
+                              operand_bytes=0))  # fmt: skip
+        pile, late = pile + (s.operand_bytes if is_late else s.joined_bytes - s.summed_bytes), late - moved
+    return replace(chain, stages=tuple(reversed(stages)))
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:

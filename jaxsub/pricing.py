@@ -33,6 +33,7 @@ from jaxsub.spread import scaled
 from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
+from jaxsub.turning import operand_bytes, turning_bytes
 from jaxsub.waycosts import Known, WayChoice, to_ask, way_bytes
 from jaxsub.ways import Conditional, Loop, Way, walk
 
@@ -234,7 +235,7 @@ class Pricer:
         ahead = hoisted if hoisted and self._hoisting(start, stop) == TOGETHER else 0
         sums = summed_sizes(graph, self._cuts, start, stop)
         sizes = self._kept_sizes(start, stop, 0 if is_last else keep - gone)
-        is_split = self.is_compiled and not (self._is_cpu or is_last)
+        is_split = self.is_compiled and not self._is_cpu
         made, spent = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
@@ -248,7 +249,9 @@ class Pricer:
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),
-            max(0, keep - gone - sum(sizes)) if is_split else 0,
+            max(0, keep - gone - sum(sizes)) if is_split and not is_last else 0,
+            0 if self._is_cpu else operand_bytes(graph, start, stop),
+            turning_bytes(graph, self._cuts, self._bytes, transient) if is_split and is_last else 0,
             ahead,
         )  # fmt: skip
 

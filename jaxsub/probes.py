@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
 from jaxsub.program import Program
+from jaxsub.turning import turning_function
 
 BALLAST_BYTES = 2**31
 """More than any one stage is likely to allocate for itself; nothing of it is ever allocated."""
@@ -43,18 +44,21 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
     """The probe of a name.
 
     Args:
-        what: `forward`, `last`, `hoisted`, `hoisted_together`, `keep`, `held` (`keep` with inputs made inside),
-            `unwrapped` or `backward`.
+        what: `forward`, `last`, `turn` (`last` of several runs at once), `hoisted`, `hoisted_together`, `keep`,
+            `held` (`keep` with inputs made inside), `unwrapped` or `backward`.
         program: The program.
         start: The run's first node.
         stop: The node after its last.
-        saved: Offsets of the values it saves; for `last` and `held` the positions of inputs that are made inside.
+        saved: Offsets of the values it saves; for `last` and `held` the positions of inputs that are made inside; for
+            `turn` where each run begins and ends.
         doubles: Whether the backend's loops keep two copies of what they carry.
     """
     if what == "forward":
         return forward_probe(program, start, stop)
     if what == "last":
-        return last_probe(program, start, stop, saved)
+        return last_probe(program, run_function(program, start, stop), saved)
+    if what == "turn":
+        return last_probe(program, turning_function(program, start, saved))
     if what.startswith("hoisted"):
         return hoist_probe(program, start, stop, doubles=doubles, runs=2 if what == TOGETHER else 1)
     if what == "unwrapped":
@@ -105,16 +109,14 @@ def forward_probe(program: Program, start: int, stop: int) -> Probe:
     return Probe(lambda inputs: function.call(*inputs), (read_avals(program, function),))
 
 
-def last_probe(program: Program, start: int, stop: int, made: Sequence[int] = ()) -> Probe:
+def last_probe(program: Program, function: RunFunction, made: Sequence[int] = ()) -> Probe:
     """The forward and backward pass of the last run, unwrapped: its backward pass starts at once.
 
     Args:
         program: The program.
-        start: The run's first node.
-        stop: The node after its last.
+        function: The run, or several that run at once.
         made: Positions of inputs that are made inside: they are gone once nothing reads them any more.
     """
-    function = run_function(program, start, stop)
     avals = read_avals(program, function)
     outs = jax.eval_shape(function.call, *avals)[0]
 

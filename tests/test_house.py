@@ -28,6 +28,7 @@ JAX_WING = (
     "results",
     "options",
     "hoisting",
+    "turning",
     "kernels",
     "fusing",
     "analytic",

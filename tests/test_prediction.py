@@ -21,6 +21,7 @@ from jaxsub.stages import find_cuts
 from jaxsub.store import Store
 from jaxsub.targets import get_target
 from jaxsub.timeline import stage_timeline
+from jaxsub.turning import at_once, operand_bytes, turning_bytes
 from jaxsub.verify import Verifier, cut_choices
 
 CPU = get_target("cpu")
@@ -210,6 +211,46 @@ def test_a_sum_hosts_until_it_is_begun():
     chain = Chain(joined, (), ())
     assert hosted_bytes(chain, chain.plain()) == ((0, 0),) * 4
     assert hosted_bytes(unfenced(chain), chain.plain()) == ((0, 5), (0, 0), (0, 0), (0, 0))
+
+
+def test_heads_of_all_steps_run_at_once():
+    """Without barriers a GPU makes one product of all that read one weight and do not wait for one another.
+
+    Layers that share their weight wait for one another; and so does what stands behind barriers.
+    """
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+    assert at_once(lines(1).graph, cut_choices(lines(1))[0]) == ()
+    loss, init = zoo.BY_NAME["lstm"].build(layers=1, steps=3, batch=64, n_in=10, width=32, classes=256)
+    program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {}, argnums=0)
+    cuts = cut_choices(program)[0]
+    heads = at_once(program.graph, cuts)
+    assert heads == tuple(
+        run for run in pairwise(cuts) if any(n.primitive == "gather" for n in program.graph.nodes[slice(*run)])
+    )
+    pricer = Pricer(program, get_target("h100"))
+    asked = {"keep": 64 * 256 * 4}
+    more = turning_bytes(
+        program.graph, cuts, lambda what, *job: asked.get(what) or pricer._bytes(what, *job), 64 * 256 * 4
+    )
+    assert 64 * 256 * 4 <= more <= 4 * 64 * 256 * 4
+    chain = by_hand(8)
+    turning = replace(chain, stages=(*chain.stages[:3], replace(chain.stages[3], turning_bytes=5)))
+    assert unfenced(turning).stages[3].transient_bytes == chain.stages[3].transient_bytes + 5
+    assert predict(turning, saving(turning)) == predict(chain, saving(chain))
+
+
+def test_a_gpu_may_add_up_last():
+    """Contributions to a sum, or what they are made of until it is added up: whichever is less stands."""
+    program = lines(1)
+    runs = list(pairwise(cut_choices(program)[0]))
+    assert [operand_bytes(program.graph, *run) for run in runs[1:-1]] == [2 * 64 * 256 * 4] * (len(runs) - 2)
+    first, *others = (Stage(0, 1, summed_bytes=24), *(Stage(s, s + 1, joined_bytes=8) for s in (1, 2, 3)))
+    piled = Chain((first, *(replace(s, operand_bytes=9) for s in others), Stage(4, 5)), (), ())
+    assert [s.transient_bytes for s in unfenced(piled).stages] == [24, 16, 8, 0, 0]
+    wide = Chain((first, *(replace(s, joined_bytes=16) for s in others), Stage(4, 5)), (), ())
+    assert [s.transient_bytes for s in unfenced(wide).stages] == [48, 32, 16, 0, 0]  # a CPU has no operands
+    two = Chain((first, *(replace(s, joined_bytes=16, operand_bytes=1) for s in others), Stage(4, 5)), (), ())
+    assert [s.transient_bytes for s in unfenced(two).stages] == [3 + 24, 2, 1, 0, 0]
 
 
 def test_a_whole_sum_frees_its_parts(store):
