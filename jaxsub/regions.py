@@ -65,11 +65,12 @@ def with_regions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """A segment as a function: what it reads, what it returns, and which weights it fences inside."""
+    """A segment as a function: what it reads, what it returns, and what of that no tangent may leave by."""
 
     call: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     returns: tuple[int, ...]
+    stopped: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +169,19 @@ class _Emitter:
             names = self._names(segment)
             moved = [names.pop(v) for v in segment.offloaded if v in names]
             call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
-        return _Region(call, reads, returns), fenced
+        return _Region(call, reads, returns, self._stopped(returns, segment.stop)), fenced
+
+    def _stopped(self, returns: Sequence[int], stop: int) -> frozenset[int]:
+        """What a region returns without a gradient, for what runs once alone: there JAX may see a tangent all the same.
+
+        With `jax_remat3`, JAX before 0.11 gives tangents, all zero, to what a region stops; `io_callback` refuses them.
+        """
+        if not compat.checkpoint_saves_nothing():
+            return frozenset()
+        graph = self.program.graph
+        values = ((v, [c for c in graph.values[v].consumers if c >= stop]) for v in returns)
+        return frozenset(v for v, readers in values if readers and not graph.values[v].is_differentiated
+                         and all(not graph.nodes[c].can_recompute for c in readers))  # fmt: skip
 
     def _check(self, segment: Segment) -> None:
         """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
@@ -319,6 +332,7 @@ def _call(region: _Region, scope: str) -> Step:
         else:
             outputs = region.call(*inputs)
         env.update(zip(region.returns, outputs, strict=True))
+        env.update((v, jax.lax.stop_gradient(env[v])) for v in region.stopped)
 
     return step
 

@@ -173,12 +173,6 @@ def test_evaluations_of_recursive_halving(n, again):
     assert count(gradient, "sin") == n + again
 
 
-@pytest.mark.xfail(
-    compat.checkpoint_saves_nothing(),
-    strict=True,
-    raises=ValueError,
-    reason="jax_remat3 in JAX before 0.11 gives tangents to what a region stops: io_callback refuses them",
-)
 def test_what_runs_once_is_refused_in_a_segment():
     """All equations that may not be recomputed are listed with their lines; keep_out makes such a plan fit."""
 
