@@ -65,7 +65,7 @@ def small_integers(w):
     for _ in range(4):
         n = (n ^ 3) << 1
         mask = lax.population_count(n) > 0
-        x = jnp.tanh(x @ w) * n.astype(jnp.int8).astype(w.dtype) * mask
+        x = jnp.tanh(x @ w) * (n.astype(jnp.int8).astype(w.dtype) / 16) * mask
     return jnp.sum(x) + jnp.sum(n)
 
 
