@@ -29,7 +29,7 @@ from jaxsub.pricing import Pricer
 from jaxsub.program import Program
 from jaxsub.repair import fit, natural, promising
 from jaxsub.shelf import find_plan, put_plan, shelf_key
-from jaxsub.spread import data_share
+from jaxsub.spread import data_share, gathered_bytes
 from jaxsub.store import Store, open_store
 from jaxsub.targets import Target, get_target
 from jaxsub.wishes import honoured, read_wishes, wishing
@@ -113,7 +113,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
         cuts = cuts_of(program)
-        pricer.share = data_share(program.avals(), program.shardings, program.differentiated)
+        lying = program.avals(), program.shardings, program.differentiated
+        pricer.share, pricer.gathered = data_share(*lying), gathered_bytes(*lying)
         if budget == Budget():
             plan = natural(pricer, verifying.usual_choices(program, cuts), planner)
             if settings.verify:
@@ -150,7 +151,7 @@ def _fits(plan: Plan, n_bytes: int) -> bool:
 
 def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> float:
     """What one device holds of a predicted byte of the plain gradient."""
-    pricer.share = 1.0
+    pricer.share, pricer.gathered = 1.0, ()
     found = get("plain")(pricer.chain(cuts), None).prediction
     return min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
 

@@ -29,7 +29,7 @@ from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
-from jaxsub.spread import scaled
+from jaxsub.spread import scaled, with_gathered
 from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
@@ -62,6 +62,7 @@ class Pricer:
         profile: Where seconds come from: `False` for the target's figures, `True` to time the stages on the device,
             `"roofline"` for the figures again. Where it is not `False`, chains are weighed by seconds.
         share: What one device holds of a byte, where the program is spread over several (`jaxsub.spread`).
+        gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: The memory that values may be kept in beside the device's; chains are then weighed by seconds.
     """
 
@@ -73,6 +74,7 @@ class Pricer:
     workers: int = 2
     profile: bool | str = False
     share: float = 1.0
+    gathered: tuple[int, ...] = ()
     offload: str | None = None
     _prices: dict[Any, int] = field(init=False, default_factory=dict)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
@@ -118,7 +120,7 @@ class Pricer:
         origin = "compiled" if self.is_compiled else "analytic"
         crossings = find_crossings(self.program.graph, cuts)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
-        chain = scaled(chain, self.share)
+        chain = with_gathered(scaled(chain, self.share), self.program.graph, self.gathered)
         return by_seconds(chain) if self.profile or self.offload else chain
 
     def refine(self, plan: Plan) -> bool:
@@ -336,9 +338,8 @@ class Pricer:
         key = ("backward", kind, ())
         if key not in self._prices:
             known = self._recall(key)
-            self._prices[key] = (
-                self._compile(probes.backward_probe(body, 0, len(body.eqns), ())) if known is None else known
-            )
+            found = self._compile(probes.backward_probe(body, 0, len(body.eqns), ())) if known is None else known
+            self._prices[key] = found
             if known is None and self.store is not None:
                 self.store.put(self._text(key), self._prices[key])
         return self._prices[key]
@@ -404,9 +405,8 @@ class Pricer:
         return found if isinstance(found, int) else None
 
     def _text(self, key: Any) -> str:
-        return key_of(
-            "price", compat.remat_flavour(), self.target.name, self.target.spec or "", repr(key), schema=PROBES
-        )
+        where = self.target.name, self.target.spec or ""
+        return key_of("price", compat.remat_flavour(), *where, repr(key), schema=PROBES)
 
     def _compile(self, probe: probes.Probe) -> int:
         found = measure_compiled(probe.call, probe.args, self.target, donate_argnums=probe.donated)

@@ -7,7 +7,8 @@ user says so (`in_shardings=`): with automatic axes a value inside `jax.jit` doe
 
 Stages are priced whole, on one device. What one byte of them is on each device is learnt from one figure, the plain
 gradient's bytes compiled over the mesh against those predicted; what that gets wrong the compiler's word on the plans
-puts right. Without a compile the split of the data, which activations follow, is taken for it.
+puts right. Without a compile the split of the data, which activations follow, is taken for it, and weights that are
+split as the data is are counted whole where they are read: there each device gathers them.
 
 On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so that all find the
 same plan; where their compilers might differ, let one plan and send its `Plan.to_json()` to the others, by
@@ -26,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxsub.chain import Chain
 from jaxsub.errors import UnsupportedError
+from jaxsub.graph import Graph
 
 Shardings = tuple[NamedSharding, ...]
 """One for each flat input of a program; empty where all lies on one device."""
@@ -124,6 +126,83 @@ def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Seque
         return 1.0
     largest = max(data, key=lambda i: sizes[i])
     return float(math.prod(shardings[largest].shard_shape(tuple(avals[largest].shape))) / sizes[largest])
+
+
+def gathered_bytes(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> tuple[int, ...]:
+    """What a device allocates of each input where it is read: all that devices with other parts of the data hold of it.
+
+    An input that is split along the axes that the data is split along is gathered before a product can read it; other
+    axes split the product. This is how fully sharded data parallelism lays out weights.
+
+    Args:
+        avals: Shapes and dtypes of a program's inputs.
+        shardings: Where they lie.
+        differentiated: Which of them are weights.
+
+    Returns:
+        Bytes for each input; 0 where it is read as it lies. Empty where nothing is gathered.
+
+    Example:
+        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        >>> where = tuple(NamedSharding(mesh, PartitionSpec("data")) for _ in range(2))
+        >>> gathered_bytes([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
+        (1024, 0)
+    """
+    data = [i for i in range(len(avals)) if i not in differentiated]
+    if not shardings or not data:
+        return ()
+    largest = max(data, key=lambda i: math.prod(avals[i].shape))
+    axes = _axes(shardings[largest])
+    sizes = [_gathered(a, s, axes) if i in differentiated else 0
+             for i, (a, s) in enumerate(zip(avals, shardings, strict=True))]  # fmt: skip
+    return tuple(sizes) if any(sizes) else ()
+
+
+def _gathered(aval: Any, sharding: NamedSharding, axes: frozenset[str]) -> int:
+    if not axes & _axes(sharding):
+        return 0
+    kept = (tuple(a for a in _names(dim) if a not in axes) for dim in sharding.spec)
+    whole = NamedSharding(sharding.mesh, PartitionSpec(*(names or None for names in kept)))
+    return int(math.prod(whole.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize)
+
+
+def _axes(sharding: NamedSharding) -> frozenset[str]:
+    return frozenset(name for dim in sharding.spec for name in _names(dim))
+
+
+def _names(dim: Any) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int]) -> Chain:
+    """A chain whose stages gather weights: what a stage keeps holds them, a region's passes hold them and a gradient.
+
+    Args:
+        chain: What everything costs on one device, but for these.
+        graph: The program.
+        gathered: Bytes of each input, from `gathered_bytes`.
+
+    Example:
+        >>> from jaxsub.chain import Stage
+        >>> from jaxsub.program import trace
+        >>> graph = trace(lambda w, x: (x @ w).sum(), (jax.numpy.ones((2, 2)), jax.numpy.ones((2, 2))), {}).graph
+        >>> stages = with_gathered(Chain((Stage(0, 1, keep_bytes=4), Stage(1, 2)), (), ()), graph, (16, 0)).stages
+        >>> stages[0].keep_bytes, stages[0].transient_bytes, stages[1].keep_bytes
+        (20, 32, 0)
+    """
+    if not gathered:
+        return chain
+    read = ({v for node in graph.nodes[s.start : s.stop] for v in node.inputs} for s in chain.stages)
+    sizes = [sum(gathered[v] for v in values if v < len(gathered)) for values in read]
+    stages = tuple(
+        replace(s, forward_bytes=s.forward_bytes + n, transient_bytes=s.transient_bytes + 2 * n,
+                keep_bytes=s.keep_bytes + n, keep_transient_bytes=s.keep_transient_bytes + 2 * n)
+        for s, n in zip(chain.stages, sizes, strict=True)
+    )  # fmt: skip
+    more = [2 * sum(sizes[i.start : i.stop]) for i in chain.items]
+    items = tuple(replace(i, options=tuple(replace(o, transient_bytes=o.transient_bytes + n) for o in i.options))
+                  for i, n in zip(chain.items, more, strict=True))  # fmt: skip
+    return replace(chain, stages=stages, items=items)
 
 
 def scaled(chain: Chain, share: float) -> Chain:

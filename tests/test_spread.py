@@ -18,7 +18,7 @@ import jaxsub
 from jaxsub import crosscompile
 from jaxsub.chain import Chain, Crossing, Item, Option, Stage
 from jaxsub.errors import UnsupportedError
-from jaxsub.spread import data_share, scaled, sharding_of, spread_over, told
+from jaxsub.spread import data_share, gathered_bytes, scaled, sharding_of, spread_over, told
 from jaxsub.targets import get_target
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +138,38 @@ def test_a_budget_is_bytes_of_one_device():
     assert g.plan(w, x).segments == plan.segments
     """
     in_a_process(CHAIN + textwrap.dedent(code))
+
+
+def test_gathered_weights_are_predicted():
+    """Without a compile too: where weights are split as the data is, a device holds whole those that it reads."""
+    code = """
+    def deep(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w) + x
+        return jnp.mean(x**2)
+
+    wx = [jax.ShapeDtypeStruct((256, 256), "float32", sharding=split)] * 8, lying(2048)
+    measured = jaxsub.measure(deep, *wx).temp_bytes
+    assert measured > 8 * 256 * 256 * 4
+    for share in (1.0, 0.4):
+        plan = jaxsub.plan(deep, *wx, budget=share, verify=False, cache=False)
+        f = jaxsub.sublinear(deep, plan=plan, in_shardings=(split, split))
+        found = jaxsub.measure(f, *wx).temp_bytes
+        assert abs(plan.prediction.temp_bytes / found - 1) < 0.2, (plan.prediction, found)
+    assert plan.n_regions > 0 and found < 0.5 * measured
+    """
+    lying = "lying = lambda n: jax.ShapeDtypeStruct((n, 256), 'float32', sharding=split)\n"
+    in_a_process(lying + textwrap.dedent(code))
+
+
+def test_what_is_gathered_is_what_is_split_as_the_data_is():
+    """Of a weight that is split along two axes a device gathers its part; tensor parallelism gathers nothing."""
+    mesh = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
+    both, data, other = (NamedSharding(mesh, P(*spec)) for spec in (("d", "t"), ("d",), (None, "t")))
+    assert gathered_bytes([SHAPE] * 4, (both, data, other, data), [0, 1, 2]) == (1024, 4096, 0, 0)
+    assert gathered_bytes([SHAPE] * 2, (data, other), [0]) == ()
+    assert gathered_bytes([SHAPE] * 2, (data, data), [0, 1]) == ()
+    assert gathered_bytes([SHAPE] * 2, (), [0]) == ()
 
 
 def test_explicit_axes_say_where_values_lie():
