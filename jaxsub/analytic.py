@@ -18,7 +18,7 @@ from jaxsub.chain import Stage
 from jaxsub.fusing import IN_PLACE, VIEWS, Lives
 from jaxsub.graph import Graph
 from jaxsub.hoisting import TOGETHER
-from jaxsub.kernels import Kernel, peak_bytes, schedule
+from jaxsub.kernels import Kernel, made_late, peak_bytes, schedule
 from jaxsub.options import TracedRun, mark_of
 from jaxsub.program import aval_bytes
 
@@ -43,8 +43,11 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, is_cpu: bool = Tr
     lives = Lives((*again, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, traced.aliases, is_cpu)
     standing = {v: aval_bytes(v.aval) for v in given}
     written, scattered = (found - set(given) for found in _written(traced, lives))
-    order = schedule(lives.kernels, lives.given, is_cpu)
-    return peak_bytes(order, standing, lives.ends(), written | scattered | (set(traced.inputs) - set(given)), written)
+    orders = [schedule(lives.kernels, lives.given, is_cpu)]
+    if not is_cpu:  # it takes the order that needs least
+        orders.append(made_late(lives.kernels, len(again)))
+    free = written | scattered | (set(traced.inputs) - set(given))
+    return min(peak_bytes(order, standing, lives.ends(), free, written) for order in orders)
 
 
 def hoisted_bytes(traced: TracedRun, *, is_cpu: bool = True, is_shared: bool = False) -> int:

@@ -62,6 +62,28 @@ def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> l
     return order
 
 
+def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
+    """The same kernels, but those of the first `n` equations only when something else reads what they make.
+
+    Args:
+        kernels: The kernels, in the order of their equations.
+        n: How many equations may wait.
+    """
+    makers = {buffer: kernel for kernel in kernels for buffer in kernel.makes if kernel.position < n}
+    order: dict[int, Kernel] = {}
+    for kernel in kernels:
+        ahead = [kernel] if kernel.position >= n else []
+        while ahead:
+            missing = [m for b in ahead[-1].reads if (m := makers.get(b)) is not None and id(m) not in order]
+            if missing:
+                ahead.append(min(missing, key=lambda m: m.position))
+            else:
+                done = ahead.pop()
+                order[id(done)] = done
+    order.update((id(kernel), kernel) for kernel in kernels if id(kernel) not in order)
+    return list(order.values())
+
+
 def peak_bytes(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], free: set[Any],
                written: Iterable[Any] = ()) -> int:  # fmt: skip
     """The most bytes that stand at one time.

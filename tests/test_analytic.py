@@ -11,7 +11,7 @@ import zoo
 
 from jaxsub.analytic import hoisted_bytes, kept_bytes
 from jaxsub.fusing import Lives
-from jaxsub.kernels import Kernel, peak_bytes, schedule
+from jaxsub.kernels import Kernel, made_late, peak_bytes, schedule
 from jaxsub.options import trace_run
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
@@ -130,6 +130,24 @@ def test_zeros_stand_from_the_start():
     assert hoisted == [16 * 64 * 4] * 3
     traced = pricer._run(*with_labels[0])[0]
     assert hoisted_bytes(traced, is_cpu=False) == 0
+
+
+def test_a_gpu_makes_again_late():
+    """What a region executes again waits on a GPU until its backward pass reads it; what nothing reads comes last."""
+    again = [
+        Kernel(0, ("x",), frozenset(), (8,)),
+        Kernel(1, ("y",), frozenset("x"), (8,)),
+        Kernel(2, ("z",), frozenset(), (8,)),
+    ]
+    backward = [Kernel(3, ("g",), frozenset("z"), (8,)), Kernel(4, ("h",), frozenset("yg"), (1,))]
+    unread = [Kernel(2, ("o",), frozenset("z"), (1,))]
+    late = made_late([*again, *unread, *backward], 3)
+    assert "".join(kernel.makes[0] for kernel in late) == "zgxyho"
+    orders = [*again, *backward], made_late([*again, *backward], 3)
+    assert [peak_bytes(order, {}, {"h"}, set()) for order in orders] == [24, 24]
+    again[1].reads = frozenset()
+    orders = [*again, *backward], made_late([*again[1:], *backward], 3)
+    assert [peak_bytes(order, {}, {"h"}, set()) for order in orders] == [24, 17]
 
 
 def test_a_gpu_keeps_no_slow_values():
