@@ -36,9 +36,12 @@ CLOSE = 0.96
 MARGIN = 0.003
 """Share of the budget to aim below it: without it the repair creeps up on the budget and misses by as much."""
 
-MUCH_AGAIN, LARGE, GAIN = 0.1, 0.25, 0.015
-"""Finer stages are tried where a plan executes this share of a forward pass again, in stages whose backward pass takes
-this share of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+MUCH_AGAIN = 0.1
+"""Where a plan that fits executes this share of a forward pass again, a cheaper one that may not fit is tried."""
+
+LARGE, GAIN = 0.25, 0.015
+"""Finer stages are tried where a plan executes anything worth it again, in stages whose backward pass takes this share
+of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
 
 FILL = 0.005
 """What a plan that fits leaves over is filled by one more compile where that spares this share of a forward pass."""
@@ -262,8 +265,8 @@ def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) 
 def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
     """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
 
-    Where that way executes much again, stages whose own backward pass takes much of the budget are cut as finely as
-    any way cuts them, if that is predicted to pay.
+    Where that way executes anything again that is worth it, stages whose own backward pass takes much of the budget are
+    cut as finely as any way cuts them, if that is predicted to pay.
     """
     least: list[tuple[int, Sequence[int]]] = []
     for cuts in choices:
@@ -275,7 +278,7 @@ def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequ
             continue
         large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
         inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
-        if again <= MUCH_AGAIN or not inside - set(cuts):
+        if again <= GAIN or not inside - set(cuts):
             return cuts
         finer = tuple(sorted({*cuts, *inside}))
         try:

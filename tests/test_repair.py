@@ -12,7 +12,7 @@ from jaxsub import repair
 from jaxsub.chain import Prediction
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Budget, Measurement, Plan, Segment
-from jaxsub.repair import LONG_EQUATIONS, MOST_COMPILES, _Search
+from jaxsub.repair import LONG_EQUATIONS, MOST_COMPILES, _Search, promising
 
 BUDGET = 1_000_000
 
@@ -154,6 +154,21 @@ def test_all_ways_together_are_compiled_few_times(monkeypatch, n_bytes):
     """However many there are, and however badly all are predicted."""
     ways = [tuple((p + 0.01 * k, p + 0.3 + 0.02 * k, 3 - p) for p in np.arange(0.4, 1.5, 0.05)) for k in range(4)]
     assert fitted(monkeypatch, n_bytes, *ways)[2] <= MOST_COMPILES
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine", "is_fine"), [(0.05, 0.0, True), (0.5, 0.48, True), (0.05, 0.04, False), (0.014, 0.0, False)]
+)
+def test_a_large_stage_is_cut_where_that_pays(coarse, fine, is_fine):
+    """A stage whose backward pass takes much of the budget, if what is executed again becomes clearly less."""
+    again = {(0, 9): coarse, (0, 5, 9): fine}
+    large = (SimpleNamespace(start=0, stop=9, transient_bytes=BUDGET),)
+    pricer = SimpleNamespace(anew=lambda: pricer, chain=lambda cuts: SimpleNamespace(cuts=cuts, stages=large))
+
+    def planner(chain, budget_bytes):
+        return Plan("f", Budget(), 9, prediction=Prediction(budget_bytes, again[chain.cuts], 1.0, 0, "by hand"))
+
+    assert promising(pricer, planner, BUDGET, list(again)) == list(again)[is_fine]
 
 
 def test_where_nothing_helps_the_least_is_the_function_as_it_is():
