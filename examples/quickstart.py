@@ -143,7 +143,8 @@ def loss_of(graphdef: nnx.GraphDef) -> Callable:
 
 def make_plan(size: Size, path: Path) -> None:
     """Plan for the budget, print the plan and keep it: nothing is trained yet, nothing is even allocated."""
-    graphdef, params, rest = start(size)
+    shapes = nnx.eval_shape(lambda: ResNet(size, nnx.Rngs(0)))
+    graphdef, params, rest = nnx.split(shapes, nnx.Param, ...)
     images, labels = digits(size.pixels)
     plan = jaxsub.plan(loss_of(graphdef), params, rest, images[: size.batch], labels[: size.batch], budget=size.budget)
     print(plan, flush=True)
