@@ -38,8 +38,9 @@ MANY_EQUATIONS = 5000
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
 
-SEEDED = ("random_fold_in", "random_seed")
-"""What these take beside keys is data, whatever its value: in it alone do a model's layers with dropout differ."""
+PLACED = ("random_fold_in", "random_seed", "slice")
+"""What these take beside keys is data, whatever its value, or a place in an array: in it alone do layers differ that
+draw their own dropout, or read their own part of stacked weights."""
 
 
 def find_cuts(
@@ -187,7 +188,7 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
     for i in range(start, stop):
         node = graph.nodes[i]
         refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
-        signature = _of_types(graph, node) if node.primitive in SEEDED else signatures[i]
+        signature = _of_types(graph, node) if node.primitive in PLACED else signatures[i]
         digest.update(signature + repr(refs).encode())
     ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop)) for v in place]
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]

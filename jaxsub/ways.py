@@ -62,6 +62,8 @@ class Loop:
         inside: How its body runs.
         begin: The node of its body that steps begin at: what stands before it is executed once before the loop, what
             follows it once more after the loop. Offsets and `inside` are those of the body so turned round.
+        unrolled: How many steps are written out, one after the other, as one: everything above then speaks of those,
+            and offsets and `inside` are those of all of them. It divides the number of steps.
     """
 
     node: int
@@ -72,6 +74,7 @@ class Loop:
     kept_saved: tuple[int, ...] | None = None
     inside: Inside = Inside()
     begin: int = 0
+    unrolled: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,9 +119,9 @@ def pair(step, length):
 
 
 PAIRS = {
-    "tanh": (*pair(tanh_step, 32), (0.9, 0.6, 0.35)),
-    "gelu": (*pair(gelu_step, 32), (0.9, 0.6, 0.35)),
-    "lstm": (unrolled_lstm, lstm, (shape(64, 128), shape(16, 128, 32)), (0.8, 0.5, 0.3)),
+    "tanh": (*pair(tanh_step, 32), (0.9, 0.6, 0.35, 0.25, 0.2)),
+    "gelu": (*pair(gelu_step, 32), (0.9, 0.6, 0.35, 0.25, 0.2)),
+    "lstm": (unrolled_lstm, lstm, (shape(64, 128), shape(16, 128, 32)), (0.8, 0.5, 0.3, 0.2, 0.15)),
 }
 
 

@@ -31,6 +31,7 @@ from jaxsub.loops.find import find_loops
 from jaxsub.loops.inside import BodyChain, body_plans
 from jaxsub.loops.rewrite import body_program, with_loops
 from jaxsub.loops.rotate import best_place, rotated
+from jaxsub.loops.unroll import MOST_EQUATIONS, unrolled
 from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
 from jaxsub.stages import FEW_COSTLY
@@ -47,6 +48,9 @@ INNER_RANKS = 4
 
 NEAR_FLOPS = 0.01
 """Choices are compared among those whose FLOPs executed again differ by less than this share of the most."""
+
+MUCH_LESS = 0.85
+"""Steps are written out only where that needs less than this share of what a loop does."""
 
 StepBytes = Callable[[Program], int]
 
@@ -122,7 +126,29 @@ def loop_choices(
                 fields = replace(c.loop, blocks=(), kept_steps=0, kept_saved=None)
                 step = next(s for s in body.steps if fields == Loop(node, begin=body.begin, **s.fields))
                 found += _tailed(body, step, c.loop.blocks)
+    if body_chain is not None:
+        found += [c for c in _written_out(program, node, body_chain) if _is_much_less(c, found)]
     return tuple(c for c in _thinned(_pareto(found)) if c.loop != Loop(node))
+
+
+def _written_out(program: Program, node: int, body_chain: BodyChain) -> Iterator[LoopChoice]:
+    """All steps of a short loop one after the other, planned like any program."""
+    eqn, body = program.eqns[node], body_program(program, node)
+    (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
+    if find_loops(body) or length * len(body.eqns) > MOST_EQUATIONS:
+        return
+    steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
+    forward = sum(n.flops for n in steps.graph.nodes)
+    for plan in body_plans(steps, body_chain):
+        loop = Loop(node, is_recomputed=plan.is_region, inside=plan.inside, unrolled=length)
+        again = plan.again_flops + forward * plan.is_region
+        yield LoopChoice(loop, plan.kept_bytes, max(plan.kept_bytes, plan.transient_bytes), again)
+
+
+def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:
+    """Whether no other that executes as little again needs about as little: what is written out compiles longer."""
+    return not any(c.again_flops <= choice.again_flops and MUCH_LESS * c.kept_bytes <= choice.kept_bytes
+                   and MUCH_LESS * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
 
 
 def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None) -> Iterator[_Body]:

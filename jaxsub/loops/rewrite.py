@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.loops.rotate import Rotated, rotated
+from jaxsub.loops.unroll import unrolled
 from jaxsub.options import run_function
 from jaxsub.program import Program, flatten_jaxpr, program_of
 from jaxsub.regions import with_regions
@@ -154,18 +155,24 @@ class _Scan:
             shift = (1, 0) if eqn.params["reverse"] else (0, 1)
             ahead = (shift[0],) * len(turned.here) + (shift[1],) * len(turned.ahead)
             body, n_carry = turned.body, turned.n_carry
+        if loop.unrolled > 1:
+            body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
         is_split = bool(loop.blocks or loop.kept_steps or turned)
         plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts, ahead) if is_split else plain
         if loop.kept_saved is not None:
             named = _region(_indexed(named, n_consts, ahead), loop.kept_saved)
-        return cls(eqn, loop, _region(step, loop.saved) if loop.is_recomputed else step, named, turned)
+        if loop.is_recomputed:  # in a loop nothing else may be taken for the same, elsewhere it has to be kept apart
+            step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
+        return cls(eqn, loop, step, named, turned)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
         length, turned = self.eqn.params["length"], self.turned
         consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
         carry, xs = rest[:n_carry], rest[n_carry:]
+        if self.loop.unrolled > 1:
+            return self._unrolled(consts, carry, xs)
         if turned is None:
             carry, ys = self._run(consts, carry, xs, xs, length)
             return (*carry, *ys)
@@ -179,6 +186,17 @@ class _Scan:
         results = tuple(r if isinstance(r, jax.Array) else jnp.asarray(r, v.aval.dtype)
                         for r, v in zip(results, self.eqn.outvars, strict=True))  # fmt: skip
         return (*results[:n_carry], *self._joined(ys, tuple(y[None] for y in results[n_carry:])))
+
+    def _unrolled(self, consts: Values, carry: Values, xs: Values) -> Values:
+        """Run all steps, several written out as one; alone, those are no loop."""
+        n_once = self.loop.unrolled
+        n = self.eqn.params["length"] // n_once
+        if n == 1:
+            carry, ys = self.step(consts, carry, xs)
+            return (*carry, *ys)
+        grouped = tuple(x.reshape((n, n_once, *x.shape[1:])) for x in xs)
+        carry, ys = self._run(consts, carry, grouped, grouped, n)
+        return (*carry, *(y.reshape((n * n_once, *y.shape[2:])) for y in ys))
 
     def _run(self, consts: Values, carry: Values, wholes: Values, xs: Values, length: int) -> tuple[Values, Values]:
         """Run all steps; `xs` are slices of `wholes`."""
@@ -223,7 +241,7 @@ class _Scan:
         params = self.eqn.params
         more = {"_split_transpose": True} if params.get("_split_transpose") else {}
         return jax.lax.scan(lambda c, x: step(consts, c, x), carry, xs, length, reverse=params["reverse"],
-                            unroll=max(1, min(params["unroll"], length)), **more)  # fmt: skip
+                            unroll=max(1, min(params["unroll"] // self.loop.unrolled, length)), **more)  # fmt: skip
 
     def _parts(self, xs: Values, n_head: int, length: int) -> tuple[Values, Values]:
         """What the first `n_head` steps to run read, and what the others do."""
@@ -280,9 +298,9 @@ def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
     return at_index
 
 
-def _region(step: Step, saved: Sequence[int]) -> Step:
+def _region(step: Step, saved: Sequence[int], *, prevent_cse: bool = False) -> Step:
     policy = jax.checkpoint_policies.save_only_these_names(*(f"jaxsub_step_{o}" for o in saved)) if saved else None
-    return jax.checkpoint(step, prevent_cse=False, policy=policy)
+    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
 
 
 def _name(x: Any, offset: int) -> Any:

@@ -57,7 +57,8 @@ def _way_lines(way: Way, indent: str = "") -> Iterator[str]:
             yield f"{indent}  branch {number}: {_inside_words(inside)}"
             yield from (line for inner in inside.ways for line in _way_lines(inner, indent + "    "))
         return
-    words = [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
+    words = [f"{way.unrolled} steps at a time written out as one"] if way.unrolled > 1 else []
+    words += [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
     if way.is_recomputed:
         words.append("each step executed again" + (f", {len(way.saved)} values saved" if way.saved else ""))
     if way.kept_steps:
@@ -124,6 +125,8 @@ def format_seconds(seconds: float) -> str:
 
 def _measured_flops(plan: Plan) -> str:
     if plan.measurement is None or plan.plain_measurement is None or not plan.plain_measurement.flops:
+        return ""
+    if plan.loops:  # the compiler counts a loop's body once, whatever its length
         return ""
     return f"; {(plan.measurement.flops or 0) / plan.plain_measurement.flops:.3f}x the FLOPs in all"
 
