@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import Machine, MachineError, all_runs, extra_steps, random_chain, uniform
 
-from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, extra_flops, predict
+from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage, extra_flops, predict
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
 from jaxsub.planners.tables import depth
@@ -293,3 +293,16 @@ def test_planning_time(n, most_seconds):
     start = time.perf_counter()
     Optimal()(chain, budget_bytes)
     assert time.perf_counter() - start < most_seconds
+
+
+@pytest.mark.parametrize(
+    ("n", "extra", "temp_bytes", "is_taken"), [(64, 5.09, 9, True), (64, 5.2, 9, False), (64, 5.09, 11, False),
+                                               (63, 5.09, 9, False)]
+)  # fmt: skip
+def test_of_a_long_chain_fewer_regions_are_taken(n, extra, temp_bytes, is_taken):
+    """If they need no more and execute as much again but for a thousandth of a forward pass."""
+    chain = uniform(n)
+    many = (*(chain.recompute(s) for s in range(n - 1)), Run(n - 1, n))
+    few = (chain.nest(0, n - 1), Run(n - 1, n))
+    best, other = (Prediction(m, e, 100.0, 0, "by hand") for m, e in ((10, 5.0), (temp_bytes, extra)))
+    assert solve(chain)._simplest([(many, best), (few, other)]) == (few if is_taken else many)

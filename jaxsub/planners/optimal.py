@@ -18,14 +18,14 @@ Gusak, Beaumont, *Rockmate* (ICML 2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Prediction, Run, extra_flops, predict
 from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners.fit import infeasible
+from jaxsub.planners.fit import FEWER, infeasible
 from jaxsub.planners.held import Answer
 from jaxsub.planners.places import MOST_STAGES, Search, most_hosted
 from jaxsub.planners.tables import Tables, depth, tables_of
@@ -40,8 +40,9 @@ KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
 FAR = 2  # times the budget is too far for the scale of what outputs may host to do for the budget too
-LONG = 64  # from so many stages on not every step of the tables is looked at first where outputs may host much
+LONG = 64  # from so many stages on a chain is long: its many steps and regions are what takes time
 CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
+EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 
 
@@ -82,11 +83,20 @@ class Solution:
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
         if better is not None or found:
-            return better or found[0][0]
+            return better or self._simplest(found)
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
         raise infeasible(budget_bytes, least_bytes, "optimal")
+
+    def _simplest(self, found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
+        """The cheapest runs; of a long chain others as good as cheap that need no more, in clearly fewer regions."""
+        runs, best = found[0]
+        for others, other in found[1:] if len(self.chain.stages) >= LONG else ():
+            is_equal = other.extra_flops <= best.extra_flops + EQUAL * best.forward_flops
+            if is_equal and other.temp_bytes <= best.temp_bytes and _regions(others) <= FEWER * _regions(runs):
+                runs = others
+        return runs
 
     def least(self) -> tuple[Run, ...]:
         """The runs with the least predicted peak, whatever they execute again."""
@@ -231,6 +241,11 @@ class Solution:
         steps = [m for m in map(int, tables.steps(math.inf)) if tables.top[0, m] <= most_flops]
         found = [(predict(self.chain, runs), runs) for runs in map(tables.runs, steps[:LOWEST])]
         return [(p.temp_bytes, runs) for p, runs in found if p.extra_flops <= most_flops]
+
+
+def _regions(runs: Sequence[Run]) -> int:
+    own = sum(bool(r.children) or (r.option is not None and r.option.is_region) for r in runs)
+    return own + sum(_regions(r.children) for r in runs)
 
 
 def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
