@@ -14,7 +14,7 @@ which take minutes, only until a plan fits. A clock does not decide: every host 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,9 @@ HALF = 0.5
 cost compiles, and budgets that buy more seldom gain by it."""
 
 LEASTS, PACKING = 2, 0.12
-"""How many least plans are compiled, of stages on which the least is predicted within so much of the lowest: by as much
-the compiler's packing of buffers adds to what is alive."""
+"""How many least plans are compiled: of ways to cut on which the least is predicted within so much of the lowest, since
+by as much the compiler's packing of buffers adds to what is alive; of one way the plan that needs nearly the least too,
+which may execute far less again, and be packed better."""
 
 REFINEMENTS = 6
 """How often a planner is asked again after the compiler has corrected the price of regions it used."""
@@ -115,7 +116,7 @@ def fit(
         return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
     cuts = promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
-    if search.run(cuts, MOST_COMPILES - min(LEASTS, len(cut_choices))):
+    if search.run(cuts, MOST_COMPILES - LEASTS):
         search.others([choice for choice in cut_choices if tuple(choice) != tuple(cuts)])
     else:
         search.least(_lowest(verifier.pricer, planner, cut_choices))
@@ -234,20 +235,21 @@ class _Search:
                 again = _share_again(self.best) if self.best else 0.0
                 if again <= HALF or len(self.verifier.program.eqns) > LONG_EQUATIONS:
                     return
-                plan = settle(self.verifier.pricer.anew(), cuts, self.planner, asked)
+                plan = settle(self.verifier.pricer.anew(), cuts, self.planner, asked, NEARLY)
                 if _share_again(plan) < again and self._may_try(plan, MOST_COMPILES):
                     self.try_(plan)
 
-    def least(self, choices: Iterable[Sequence[int]]) -> None:
+    def least(self, choices: Sequence[Sequence[int]]) -> None:
         """Try the planner's least plans, found anew so that they are the same whatever was tried before."""
-        for cuts in choices:
-            plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1)
+        tried = [(cuts, slack) for slack in (NEARLY, 0.0) for cuts in choices][:LEASTS]
+        for cuts, slack in tried:
+            plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
 
 
-def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """The ways to cut whose least plans may be the least, those first on which it is predicted lowest.
 
     They are the same whatever the budget: who asks for what the smallest of these plans needs gets it.
@@ -259,7 +261,7 @@ def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) 
         except InfeasibleBudgetError as error:
             least.append((error.least_bytes, i))
     least.sort()
-    return (choices[i] for n_bytes, i in least[:LEASTS] if n_bytes <= least[0][0] * (1 + PACKING))
+    return [choices[i] for n_bytes, i in least if n_bytes <= least[0][0] * (1 + PACKING)]
 
 
 def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:

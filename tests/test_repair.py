@@ -142,6 +142,14 @@ def test_the_least_is_of_all_ways_to_cut(monkeypatch):
     assert fitted(monkeypatch, 0.3, PACKED[0], ((0.95, 0.9, 1.0),))[:2] == (0.97, None)  # not expected to be least
 
 
+def test_the_last_bytes_are_not_bought_dearly(monkeypatch):
+    """Nearly the least may execute far less again, and be packed better: of one way to cut both are looked at."""
+    nearly = ((0.8, 0.97, 3.1), (0.8004, 0.96, 2.3))
+    assert fitted(monkeypatch, 0.3, nearly)[:2] == (0.96, None)
+    assert fitted(monkeypatch, 0.96, nearly)[:2] == (0.96, 2.3)
+    assert fitted(monkeypatch, 0.3, ((0.8, 0.95, 3.1), nearly[1]))[:2] == (0.95, None)
+
+
 def test_more_budget_does_not_mean_more_executed_again(monkeypatch):
     """Where a plan executes much again, the least plan of other stages, which a smaller budget gets, is looked at."""
     assert fitted(monkeypatch, 1.0, *PACKED) == (0.93, 1.0, 4)
