@@ -127,7 +127,8 @@ def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tu
 def unfenced(chain: Chain) -> Chain:
     """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
 
-    A GPU may instead make them all when they are added up, from operands that stand until then, whichever is less.
+    A GPU may instead make them all when they are added up, from operands that stand until then, whichever is less;
+    then the sums' places host until that.
     Zeros that it makes ahead, since barriers keep apart the stages that need them, are made where they are used.
 
     Example:
@@ -142,13 +143,13 @@ def unfenced(chain: Chain) -> Chain:
     operands = sum(s.operand_bytes for s in chain.stages)
     least = operands + max(s.summed_bytes for s in chain.stages)
     is_late = operands > 0 and least < sum(s.joined_bytes for s in chain.stages)
-    pile, stages, late = 0, [], Counter(size for s in chain.stages for size in s.summed_sizes)
+    pile, stages, late = 0, [], Counter(size for s in chain.stages for size in s.summed_sizes if is_late)
     for s in reversed(chain.stages):
         adding = pile + s.summed_bytes if is_late else 0
         own, kept = max(adding, s.transient_bytes + s.turning_bytes + pile), max(adding, s.keep_transient_bytes + pile)
         early = Counter(s.gradient_sizes)
         moved = early & late
-        sizes = (*(early - moved).elements(), *s.summed_sizes)
+        sizes = (*(early - moved).elements(), *(s.summed_sizes if is_late else ()))
         keep = s.keep_bytes - s.ahead_bytes
         stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, keep_bytes=keep, gradient_sizes=sizes,
                               joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0, turning_bytes=0,
