@@ -11,7 +11,8 @@ All are estimated by counting, here:
                 and what one step's backward pass needs
     again       a forward pass for each level, and what a step does not save
 
-The ways none of which is better in all three are offered; the compiler corrects those that a plan uses.
+All steps of a short loop may also be written out and planned as a program of their own (`unroll`), where that needs
+much less. The ways none of which is better in all three are offered; the compiler corrects those that a plan uses.
 
 Sources: blocks of √L steps are Chen et al. (2016), section 4.3; their nesting is section 4.4; carries are the
 checkpoints of Griewank and Walther, *Revolve* (2000), which keeps single steps' starts where this keeps equal blocks.
