@@ -26,8 +26,9 @@ def is_known_by_result(eqn: Any) -> bool:
     With `jax_remat3` none is: it sees no names inside of derivative rules.
 
     Example:
-        >>> [is_known_by_result(jax.make_jaxpr(f)(1.0).eqns[0]) for f in (jnp.tanh, jnp.sin)]
-        [True, False]
+        >>> tanh, sin = (jax.make_jaxpr(f)(1.0).eqns[0] for f in (jnp.tanh, jnp.sin))
+        >>> is_known_by_result(sin), is_known_by_result(tanh) == (compat.remat_flavour() == "remat2")
+        (False, True)
     """
     if eqn.primitive.name not in CANDIDATES or not compat.is_var(eqn.invars[0]) or compat.remat_flavour() == "remat3":
         return False

@@ -6,6 +6,7 @@ import pytest
 from jax import lax, random
 from test_emit import regions
 from test_loops import assert_same, gradient_flops
+from test_results import by_result
 
 import jaxsub
 from jaxsub.budget import Budget
@@ -188,6 +189,7 @@ def recurrent(ws, x):
     return jnp.mean(lax.scan(layer, x, jnp.stack([ws, ws, ws]))[0] ** 2)
 
 
+@by_result
 def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
     """Where a step's inner loop saves one value a row less is kept, nothing runs again, and nothing else keeps less."""
     program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import zoo
 from machine import Machine, all_runs, random_chain, uniform
+from test_results import by_result
 
 import jaxsub
 from jaxsub.chain import Chain, Crossing, Run, Stage, predict
@@ -307,6 +308,7 @@ def random_dag(seed: int):
                   jax.ShapeDtypeStruct((1024, widths[0]), jnp.float32))  # fmt: skip
 
 
+@by_result
 def test_names_that_cost_nothing_stay_out_of_nests():
     """Of two towers an option saves what crosses its end, for no bytes: even so no nest may save it."""
     chain = network(zoo.BY_NAME["branches"])
