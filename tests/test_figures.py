@@ -1,6 +1,5 @@
 """The figures that jaxsub promises, on the compiler's own account: full-size networks, compiled and never run."""
 
-import dataclasses
 import functools
 import math
 
@@ -13,8 +12,6 @@ import jaxsub
 
 MIB = 2**20
 BUDGETS = (0.7, 0.4, 0.2)
-# As many steps as show it: what an unrolled LSTM needs grows with them, and so does the time of a compile.
-SIZES = {"lstm": {"steps": 16}}
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +20,15 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def full(name, **by_hand):
-    """A network's loss and the shapes of its arguments, at full size."""
-    model = zoo.BY_NAME[name]
-    return dataclasses.replace(model, full_size={**model.full_size, **SIZES.get(name, {})}).full(**by_hand)
-
-
 @functools.cache
 def per_block_bytes(name):
     """What `jax.checkpoint` round every block needs."""
-    loss, args = full(name, wrap=jax.checkpoint)
+    loss, args = zoo.BY_NAME[name].full(wrap=jax.checkpoint)
     return jaxsub.measure(loss, *args).temp_bytes
 
 
 def planned(name, cache, **options):
-    loss, args = full(name)
+    loss, args = zoo.BY_NAME[name].full()
     return jaxsub.plan(loss, *args, cache=cache, progress=False, **options)
 
 
@@ -70,13 +61,13 @@ def slope(depths, sizes):
 
 @pytest.mark.slow
 def test_barriers_alone_free_an_unrolled_lstm(cache):
-    """LSTM, 4 layers x 16 steps: over 1600 MiB become at most 195 MiB with no recompute, at most 90 MiB with a plan."""
+    """LSTM, 4 layers x 32 steps: over 3 GiB become at most 360 MiB with no recompute, at most 180 MiB with a plan."""
     plan = planned("lstm", cache, planner="barriers", verify=True)
-    assert plan.plain_measurement.temp_bytes > 1600 * MIB
+    assert plan.plain_measurement.temp_bytes > 3000 * MIB
     assert plan.n_regions == 0
-    assert plan.measurement.temp_bytes <= 195 * MIB
+    assert plan.measurement.temp_bytes <= 360 * MIB
     assert plan.measurement.flops <= plan.plain_measurement.flops
-    assert planned("lstm", cache, verify=True).measurement.temp_bytes <= 90 * MIB
+    assert planned("lstm", cache, verify=True).measurement.temp_bytes <= 180 * MIB
 
 
 @pytest.mark.slow
