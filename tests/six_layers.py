@@ -46,10 +46,10 @@ def same(got, wanted, *, rtol=2e-6, atol=2e-6):
     chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=atol)
 
 
-def in_a_process(code, **env):
+def in_a_process(code, timeout=300, **env):
     """Run code in a process of its own, warnings being errors."""
     start = "import jax, jax.numpy as jnp, functools, jaxsub\nfrom jax import lax\n"
     command = [sys.executable, "-W", "error", "-c", start + textwrap.dedent(code)]
     path = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    done = subprocess.run(command, env={**path, **env}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env={**path, **env}, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

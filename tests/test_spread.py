@@ -1,10 +1,7 @@
 """Programs spread over a mesh: budgets are bytes of one device, on devices that are there and on those that are not."""
 
 import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import chex
 import jax
@@ -13,6 +10,7 @@ import models
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from six_layers import ROOT, in_a_process
 
 import jaxsub
 from jaxsub import crosscompile
@@ -21,7 +19,6 @@ from jaxsub.errors import UnsupportedError
 from jaxsub.spread import data_share, gathered_bytes, scaled, sharding_of, spread_over, told
 from jaxsub.targets import get_target
 
-ROOT = Path(__file__).parent.parent
 MESH = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
 SPLIT, WHOLE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
 SHAPE = jax.ShapeDtypeStruct((64, 16), "float32")
@@ -93,19 +90,17 @@ def test_too_few_devices():
         jaxsub.measure(chain, jnp.ones((16, 16)), lying(SPLIT))
 
 
-def in_a_process(code, timeout=600):
+def on_eight_devices(code, timeout=600):
     """Run code on eight CPU devices, warnings being errors."""
     start = """
-    import jax, jax.numpy as jnp, jaxsub, models
+    import models
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     auto = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     whole, split, columns = (NamedSharding(auto, P(*spec)) for spec in ((), ("d",), (None, "d")))
     """
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
-    env |= {"HOME": "/nonexistent", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(start) + textwrap.dedent(code)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": os.environ["PATH"]}
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    in_a_process(textwrap.dedent(start) + textwrap.dedent(code), timeout, **env)
 
 
 CHAIN = """
@@ -137,7 +132,7 @@ def test_a_budget_is_bytes_of_one_device():
     assert jnp.abs(compiled(*wx)[1] - wanted).max() < 1e-6
     assert g.plan(w, x).segments == plan.segments
     """
-    in_a_process(CHAIN + textwrap.dedent(code))
+    on_eight_devices(CHAIN + textwrap.dedent(code))
 
 
 def test_gathered_weights_are_predicted():
@@ -159,7 +154,7 @@ def test_gathered_weights_are_predicted():
     assert plan.n_regions > 0 and found < 0.5 * measured
     """
     lying = "lying = lambda n: jax.ShapeDtypeStruct((n, 256), 'float32', sharding=split)\n"
-    in_a_process(lying + textwrap.dedent(code))
+    on_eight_devices(lying + textwrap.dedent(code))
 
 
 def test_what_is_gathered_is_what_is_split_as_the_data_is():
@@ -187,7 +182,7 @@ def test_explicit_axes_say_where_values_lie():
         plan = f.plan(*wx)
         assert plan.n_regions > 0 and plan.measurement.temp_bytes <= plain // 2
     """
-    in_a_process(CHAIN + textwrap.dedent(code))
+    on_eight_devices(CHAIN + textwrap.dedent(code))
 
 
 GPT = dict(layers=3, batch=16, length=32, width=64, heads=4, vocab=64)
@@ -228,7 +223,7 @@ def test_gpt_on_eight_devices(kind):
     gathers = [c.as_text().count(" all-gather(") for c in (planned, plain)]
     assert {kind != "fsdp"} or gathers[0] > gathers[1], gathers
     """
-    in_a_process(code, timeout=1500)
+    on_eight_devices(code, timeout=1500)
 
 
 def _lack():
