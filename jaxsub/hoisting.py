@@ -10,9 +10,8 @@ What is asked of the compiler is said here; `jaxsub.probes.hoist_probe` asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable
+from typing import Any
 
 from jaxsub.flops import primitives_in
 from jaxsub.options import TracedRun
@@ -25,7 +24,6 @@ TOGETHER = "hoisted_together"
 """The probe that asks what stands because several stages need alike zeros: unwrapped ones too, behind barriers."""
 
 Shape = tuple[tuple[int, ...], Any]
-Found = TypeVar("Found")
 
 
 def hoisting(run: TracedRun, shared: frozenset[Shape], *, is_cpu: bool) -> str:
@@ -47,24 +45,10 @@ def shared_zeros(runs: Iterable[TracedRun]) -> frozenset[Shape]:
     return frozenset(shape for shape, count in counts.items() if count > 1)
 
 
-def _remembered(find: Callable[[TracedRun], frozenset[Found]]) -> Callable[[TracedRun], frozenset[Found]]:
-    """Look through a run once: it is asked about for every region it is part of. No run is kept alive by it."""
-    known: WeakKeyDictionary[TracedRun, frozenset[Found]] = WeakKeyDictionary()
-
-    def of(run: TracedRun) -> frozenset[Found]:
-        if run not in known:
-            known[run] = find(run)
-        return known[run]
-
-    return of
-
-
-@_remembered
 def _names(run: TracedRun) -> frozenset[str]:
     return frozenset(name for eqn in run.backward for name in primitives_in(eqn))
 
 
-@_remembered
 def _zeros(run: TracedRun) -> frozenset[Shape]:
     made = (eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS)
     return frozenset((tuple(aval.shape), aval.dtype) for aval in made)
