@@ -3,7 +3,8 @@
 By hand each network's blocks are wrapped in `jax.checkpoint`, in every way that `examples/measuring.py` lists.
 `jaxsub` is given budgets.
 The lower convex hull of the hand-made points, plain among them, is what a plan is held against: at each budget a plan
-should execute no more FLOPs than the hull has there. Budgets go down to three quarters of the least by hand.
+should execute no more FLOPs than the hull has there. Budgets go down to three quarters of the least by hand. Beside
+them stands what a prototype of the planner reached at the same budget (`tests/prototype.py`).
 
     python examples/benchmarks/hull.py                        # every network at full size, resumed where it was stopped
     python examples/benchmarks/hull.py --models mlp gpt16     # some of them
@@ -23,7 +24,8 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import zoo  # noqa: E402
 from measuring import by_hand, compiled, device, within  # noqa: E402
+from prototype import BEATEN, MATCHED, ON_THE_HULL, PROTOTYPE  # noqa: E402
 from records import Cell, Measured, fill, load, mib, over_budget, tell  # noqa: E402
 
 TOLERANCE = 0.003
@@ -45,12 +48,14 @@ BELOW = 0.75
 BUDGETS: dict[str, tuple[float, ...]] = {
     "mlp": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1),
     "gpt16": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.08, 0.065),
-    "unet": (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2),
-    "vit": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1),
-    "resnet": (0.8, 0.6, 0.35, 0.27, 0.25, 0.22, 0.2, 0.18, 0.15),
-    "lstm": (0.5, 0.2, 0.1, 0.07, 0.06, 0.05, 0.045, 0.03),
+    "unet": (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4),
+    "vit": (0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15),
+    "resnet": (0.8, 0.6, 0.4, 0.3, 0.25, 0.22, 0.18, 0.15),
+    "lstm": (0.5, 0.2, 0.1, 0.08, 0.07, 0.06, 0.05, 0.045),
     "resnet198": (0.6, 0.35, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06),
 }
+"""Budgets of a network on every target; those of the prototype there join them."""
+
 BLOCKS = {"mlp": 48, "gpt16": 16, "unet": 9, "vit": 12, "resnet": 16, "lstm": 32, "resnet198": 66}
 CONVOLUTIONAL = frozenset(("unet", "resnet", "resnet198"))
 TARGETS = {"mlp": ("cpu", "h200"), "gpt16": ("cpu", "h200")}
@@ -83,7 +88,12 @@ def hand_cells(name: str, target: str, size: str, n_blocks: int, stored: Measure
         yield Cell(f"{name}/{target}/{label}", partial(hand_made, zoo.BY_NAME[name], size, target, on_cpu, wrapped))
 
 
-def plan_cells(name: str, target: str, size: str, budgets: tuple[float, ...], hand: Measured) -> Iterator[Cell]:
+def budgets_of(name: str, target: str) -> list[float]:
+    """The budgets of a network, those of the prototype among them."""
+    return sorted({*BUDGETS[name], *PROTOTYPE.get((name, target), {})}, reverse=True)
+
+
+def plan_cells(name: str, target: str, size: str, budgets: Iterable[float], hand: Measured) -> Iterator[Cell]:
     """Plans at all budgets, the last one below what can be had by hand."""
     plain_bytes = hand[f"{name}/{target}/plain"]["bytes"]
     least = BELOW * min(figures["bytes"] for figures in hand.values()) / plain_bytes
@@ -120,8 +130,48 @@ def height(corners: list[Point], x: float) -> float | None:
     return corners[-1][1]
 
 
-def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[str]]:
-    """A network's points and plans in lines, and the promises that are broken, a sentence each."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A plan beside the hull and the prototype.
+
+    Attributes:
+        line: What the table says.
+        broken: The promises that it breaks, a sentence each.
+        of_hull: Its FLOPs over the hull's there; `None` where nothing by hand needs as little memory.
+        of_prototype: Its FLOPs over the prototype's at the same budget; `None` where there is no such figure.
+    """
+
+    line: str
+    broken: tuple[str, ...] = ()
+    of_hull: float | None = None
+    of_prototype: float | None = None
+
+
+def prototype(name: str, target: str, budget: float, hull: float | None) -> float | None:
+    """FLOPs over plain that the prototype reached at a budget, where there is a figure."""
+    share = ON_THE_HULL.get((name, target, budget))
+    if share is not None and hull is not None:
+        return share * hull
+    return PROTOTYPE.get((name, target), {}).get(budget)
+
+
+def judge(place: tuple[str, str, float], point: Point, hull: float | None) -> Judged:
+    """Hold a plan's point, at a network, target and budget, against the hull there and the prototype."""
+    name, target, budget = place
+    key, (x, y), floor = f"{name}/{target}/{budget}", point, prototype(name, target, budget, hull)
+    of_hull, of_prototype = (y / f if f else None for f in (hull, floor))
+    is_above, is_behind = (of_hull or 0) > 1 + TOLERANCE, (of_prototype or 0) > MATCHED
+    line = f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  "
+    line += f"hull {hull:.4f}  {100 * (of_hull - 1):+5.1f} %" if of_hull else f"{'nothing by hand':20}"
+    line += f"  prototype {floor:.4f}  {100 * (of_prototype - 1):+5.1f} %" if of_prototype else ""
+    broken = [f"{key}: {y:.4f} of the FLOPs, above the hull's {hull:.4f}"] if is_above else []
+    broken += [f"{key}: {y:.4f} of the FLOPs, the prototype's {floor:.4f}"] if is_behind else []
+    mark = "  ABOVE" * is_above + "  BEHIND" * is_behind
+    return Judged(line.rstrip() + mark, tuple(broken), of_hull, of_prototype)
+
+
+def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[Judged]]:
+    """A network's hand-made points in lines, and its plans, judged."""
     start = f"{name}/{target}/"
     found = {key.removeprefix(start): figures for key, figures in stored.items() if key.startswith(start)}
     if "plain" not in found:
@@ -135,25 +185,30 @@ def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[str
     hand = {key.partition("/")[2]: share(f) for key, f in found.items() if key.startswith("by hand/")}
     for label, (x, y) in sorted(hand.items(), key=lambda entry: entry[1]):
         lines.append(f"  by hand {label:34} {x:.4f} @ {y:.4f}")
-    corners, broken = lower_hull([(1.0, 1.0), *hand.values()]), list[str]()
+    corners, judged = lower_hull([(1.0, 1.0), *hand.values()]), list[Judged]()
     budgets = {float(key.partition("/")[2]): f for key, f in found.items() if key.startswith("budget/")}
     for budget, figures in sorted(budgets.items(), reverse=True):
         if "bytes" not in figures:
-            lines.append(f"  budget {budget:.4f}  refused: the least is {figures['least_bytes'] / plain['bytes']:.4f}")
-            asked = BELOW * min(x for x, _ in hand.values())
-            if budget >= asked - 1e-4:
-                least = figures["least_bytes"] / plain["bytes"]
-                broken.append(f"{start}{budget}: the least is {least:.4f}, not 25 % below that by hand, {asked:.4f}")
+            least, asked = figures["least_bytes"] / plain["bytes"], BELOW * min(x for x, _ in hand.values())
+            said = f"{start}{budget}: the least is {least:.4f}, not 25 % below that by hand, {asked:.4f}"
+            is_broken = budget >= asked - 1e-4
+            judged.append(Judged(f"  budget {budget:.4f}  refused: the least is {least:.4f}", (said,) * is_broken))
             continue
-        x, y = share(figures)
-        over = height(corners, budget)
-        broken += over_budget(f"{start}{budget}", figures["bytes"], budget * plain["bytes"])
-        is_good = over is None or y <= over * (1 + TOLERANCE)
-        if not is_good:
-            broken.append(f"{start}{budget}: {y:.4f} of the FLOPs, above the hull's {over:.4f}")
-        beside = "nothing by hand" if over is None else f"hull {over:.4f}  {100 * (y / over - 1):+5.1f} %"
-        lines.append(f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  {beside}{'' if is_good else '  ABOVE'}")
-    return lines, broken
+        entry = judge((name, target, budget), share(figures), height(corners, budget))
+        over = over_budget(f"{start}{budget}", figures["bytes"], budget * plain["bytes"])
+        judged.append(replace(entry, broken=(*over, *entry.broken)))
+    return [*lines, *(entry.line for entry in judged)], judged
+
+
+def summary(judged: list[Judged]) -> str:
+    """How many plans keep to what they are held against."""
+    hull = [entry.of_hull for entry in judged if entry.of_hull]
+    floor = [entry.of_prototype for entry in judged if entry.of_prototype]
+    return (
+        f"{sum(y <= 1 + TOLERANCE for y in hull)} of {len(hull)} plans are on or below the hull, "
+        f"{len(judged) - len(hull)} where nothing by hand needs as little; {sum(y <= MATCHED for y in floor)} of "
+        f"{len(floor)} match the prototype's FLOPs, {sum(y <= BEATEN for y in floor)} are a percent below them or more"
+    )
 
 
 def options() -> argparse.Namespace:
@@ -185,13 +240,14 @@ def main() -> None:
             cells = list(hand_cells(name, target, size, blocks[name], load(path)))
             hand = fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
             if len(hand) == len(cells):
-                budgets = chosen.budgets or (QUICK_BUDGETS if chosen.quick else BUDGETS[name])
+                budgets = chosen.budgets or (QUICK_BUDGETS if chosen.quick else budgets_of(name, target))
                 cells = list(plan_cells(name, target, size, budgets, hand))
                 fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
     stored = load(path)
     tables = [table(name, target, stored) for name in blocks for target in ("cpu", "h200")]
-    text = "\n\n".join("\n".join(lines) for lines, _ in tables if lines)
-    broken = [sentence for _, sentences in tables for sentence in sentences]
+    judged = [entry for _, entries in tables for entry in entries]
+    text = "\n\n".join(["\n".join(lines) for lines, _ in tables if lines] + [summary(judged)])
+    broken = [sentence for entry in judged for sentence in entry.broken]
     path.with_suffix(".txt").write_text(
         "\n".join([text, "", *(f"BROKEN: {b}" for b in broken)]).rstrip() + "\n", "utf-8"
     )
