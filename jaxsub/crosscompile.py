@@ -48,7 +48,8 @@ class CrossCompiled:
     """A program that was compiled for a device that is not there: what is known of it, per device, in bytes.
 
     Its attributes are those of JAX's own account, which `memory_analysis` returns for a program that is there; `flops`
-    are those of the traced program, on all devices together, loops with their lengths.
+    are those of the traced program, on all devices together, loops with their lengths; `leaves_products` says whether
+    cuBLAS runs all its products, since XLA found no tiles for one of them, or was not to write any.
     """
 
     temp_size_in_bytes: int
@@ -57,6 +58,7 @@ class CrossCompiled:
     alias_size_in_bytes: int
     host_temp_size_in_bytes: int
     flops: float
+    leaves_products: bool = False
 
     def memory_analysis(self) -> CrossCompiled:
         """The account of memory: itself."""
@@ -99,6 +101,7 @@ def cross_compile(
         "n_devices": target.n_devices,
         "mesh": mesh,
         "donated": [index for index, info in enumerate(donated) if info.donated],
+        "writes_products": target.writes_products,
         "n_bytes": len(program),
     }
     answer = _helpers(os.getpid()).ask(request, program)

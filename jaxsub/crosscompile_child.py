@@ -45,18 +45,29 @@ def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[s
     return [sharding or everywhere for sharding in exported.in_shardings_jax(made)]
 
 
-def compile_lowered(lowered: Any, options: dict[str, Any] | None = None) -> Any:
+def compile_lowered(
+    lowered: Any, options: dict[str, Any] | None = None, *, writes_products: bool = True
+) -> tuple[Any, bool]:
     """Compile; where XLA would write a product's kernel itself and finds no tiles for it, leave products to cuBLAS.
 
     With a GPU at hand XLA tries such kernels and passes over those that do not work; without one it takes the first.
+
+    Args:
+        lowered: What to compile.
+        options: XLA's options.
+        writes_products: Whether XLA may write kernels of products at all.
+
+    Returns:
+        The compiled program, and whether its products were left to cuBLAS.
     """
     options = options or {}
     try:
-        return lowered.compile(compiler_options=options)
+        if writes_products:
+            return lowered.compile(compiler_options=options), False
     except jax.errors.JaxRuntimeError as error:
         if NO_TILES not in str(error):
             raise
-        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+    return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False}), True
 
 
 def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +79,9 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
-    memory = compile_lowered(jitted.lower(*args)).memory_analysis()
-    return {name: int(getattr(memory, name)) for name in FIELDS}
+    compiled, leaves_products = compile_lowered(jitted.lower(*args), writes_products=request["writes_products"])
+    memory = compiled.memory_analysis()
+    return {name: int(getattr(memory, name)) for name in FIELDS} | {"leaves_products": leaves_products}
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from jaxsub import analytic, compat, probes
+from jaxsub import analytic, probes
+from jaxsub.asking import Asker
 from jaxsub.chain import Chain, Item, Option, Stage
-from jaxsub.compiled import measure_compiled
 from jaxsub.hoisting import TOGETHER, hoisting, shared_zeros
 from jaxsub.hosting import gradient_sizes, joined_bytes, saved_sizes, summed_sizes
 from jaxsub.loops import LoopChoice, branch_choices, find_nested, loop_choices, with_loops
@@ -31,7 +31,7 @@ from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_inputs
 from jaxsub.spread import scaled, with_gathered
 from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
-from jaxsub.store import Store, key_of
+from jaxsub.store import Store
 from jaxsub.targets import Target
 from jaxsub.turning import operand_bytes, turning_bytes
 from jaxsub.waycosts import Known, WayChoice, to_ask, way_bytes
@@ -39,8 +39,6 @@ from jaxsub.ways import Conditional, Loop, Way, walk
 
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
-
-PROBES = 5  # raise it when a probe changes: prices that are stored come from another one
 
 Kind = str
 Saved = tuple[int, ...] | Way
@@ -76,7 +74,7 @@ class Pricer:
     share: float = 1.0
     gathered: tuple[int, ...] = ()
     offload: str | None = None
-    _prices: dict[Any, int] = field(init=False, default_factory=dict)
+    _asker: Asker = field(init=False)
     _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _counted: dict[tuple[Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
@@ -91,6 +89,7 @@ class Pricer:
     def __post_init__(self) -> None:
         if self.offload:
             require_memory(self.target, self.offload)
+        self._asker = Asker(self.target, self.store, self.progress, self.workers)
         self._loops = frozenset(find_nested(self.program))
         self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)
 
@@ -104,6 +103,7 @@ class Pricer:
         Returns:
             The chain, for planners.
         """
+        leaves_products = self._asker.leaves_products
         runs, self._cuts = list(pairwise(cuts)), tuple(cuts)
         ends = block_ends(self.program.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
@@ -117,6 +117,8 @@ class Pricer:
         items += [
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
         ]
+        if self._asker.leaves_products != leaves_products:  # some figures are of before
+            return self.chain(cuts, sizes=sizes)
         origin = "compiled" if self.is_compiled else "analytic"
         crossings = find_crossings(self.program.graph, cuts)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
@@ -148,7 +150,7 @@ class Pricer:
 
         def said(what: str, way: Way) -> int | None:
             key = self._key(what, start, stop, way)
-            found = self._prices.get(key)
+            found = self._asker.said.get(key)
             if found is None or what != "keep":
                 return found
             if key not in self._returned:
@@ -292,7 +294,7 @@ class Pricer:
         options = []
         for c in found:
             key = self._key("backward", start, stop, c.saved)
-            known = self._prices.get(key) if key in self._prices else None
+            known = self._asker.said.get(key) if key in self._asker.said else None
             transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
             spent = self._again_seconds(start, stop, c.saved, [(s.start, s.stop) for s in stages])
             sizes = saved_sizes(self.program.graph, start, stop, c.saved)
@@ -329,20 +331,18 @@ class Pricer:
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """A loop's body or a branch, priced."""
-        pricer = Pricer(body, self.target, self.is_compiled, self.store, self.progress, self.workers)
-        return pricer.chain(cuts)
+        pricer = Pricer(body, self._asker.target, self.is_compiled, self.store, self.progress, self.workers)
+        chain = pricer.chain(cuts)
+        if pricer._asker.leaves_products and not self._asker.leaves_products:
+            self._asker.leave_products()
+        return chain
 
     def _step_bytes(self, body: Program) -> int:
         """What the backward pass of one step of a loop allocates."""
         kind = kind_of(body.graph, body.signatures, 0, len(body.eqns))
         key = ("backward", kind, ())
-        if key not in self._prices:
-            known = self._recall(key)
-            found = self._compile(probes.backward_probe(body, 0, len(body.eqns), ())) if known is None else known
-            self._prices[key] = found
-            if known is None and self.store is not None:
-                self.store.put(self._text(key), self._prices[key])
-        return self._prices[key]
+        self._asker.ask({key: partial(probes.backward_probe, body, 0, len(body.eqns), ())})
+        return self._asker.said[key]
 
     def _backward_bytes(self, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """What a backward pass allocates by counting, once for all runs of a kind."""
@@ -357,12 +357,12 @@ class Pricer:
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         key = self._key(what, start, stop, saved)
-        if key not in self._prices:
+        if key not in self._asker.said:
             if self.is_compiled:
                 self._price([(what, start, stop, saved)])
             else:
-                self._prices[key] = self._count(what, start, stop, saved)
-        return self._prices[key]
+                self._asker.said[key] = self._count(what, start, stop, saved)
+        return self._asker.said[key]
 
     def _count(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         if what == "backward":
@@ -374,43 +374,15 @@ class Pricer:
         return what, self._kind(start, stop), saved
 
     def _price(self, jobs: Iterable[Job]) -> int:
-        """Recall or compile what is not known yet, several at once; return how many were new."""
-        fresh = {key: job for job in jobs if (key := self._key(*job)) not in self._prices}
-        n_new = len(fresh)
-        for key in list(fresh):
-            if (price := self._recall(key)) is not None:
-                self._prices[key] = price
-                del fresh[key]
-        probed = {key: self._probe(*job) for key, job in fresh.items()}
-        with ThreadPoolExecutor(self.workers) as pool:
-            # settings made by a context manager, such as jax.enable_x64, hold in one thread only
-            is_alike = not probed or pool.submit(compat.trace_context).result() == compat.trace_context()
-            prices = (pool.map if is_alike else map)(self._compile, probed.values())
-            for key, price in zip(probed, prices, strict=True):
-                self._prices[key] = price
-                self.progress(f"{key[0]} of a stage")
-                if self.store is not None:
-                    self.store.put(self._text(key), price)
-        return n_new
+        """Recall or compile what is not known yet; return how many were new."""
+        return self._asker.ask({self._key(*job): partial(self._probe, *job) for job in jobs})
 
-    def anew(self) -> Pricer:
-        """A pricer that has learnt nothing yet: what it plans does not depend on what was planned before."""
-        fresh = replace(self)
+    def anew(self, *, is_counted: bool = False) -> Pricer:
+        """A pricer that has learnt nothing, maybe without a compiler: plans depend on none that were made before."""
+        fresh = replace(self, is_compiled=self.is_compiled and not is_counted)
         fresh._traced, fresh._kinds, fresh._counted = self._traced, self._kinds, self._counted
-        fresh._ways, fresh._returned = self._ways, self._returned
+        fresh._ways, fresh._returned = dict(self._ways) if is_counted else self._ways, self._returned
         return fresh
-
-    def _recall(self, key: Any) -> int | None:
-        found = self.store.get(self._text(key)) if self.store is not None else None
-        return found if isinstance(found, int) else None
-
-    def _text(self, key: Any) -> str:
-        where = self.target.name, self.target.spec or ""
-        return key_of("price", compat.remat_flavour(), *where, repr(key), schema=PROBES)
-
-    def _compile(self, probe: probes.Probe) -> int:
-        found = measure_compiled(probe.call, probe.args, self.target, donate_argnums=probe.donated)
-        return max(0, found.temp_bytes - probe.ballast_bytes)
 
     def _probe(self, what: str, start: int, stop: int, saved: Saved) -> probes.Probe:
         program, doubles = self.program, self.target.platform == "cpu"

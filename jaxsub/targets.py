@@ -53,6 +53,8 @@ class Target:
         device: The device, if it is there.
         origin: Where the figures come from: `datasheet`, `spec` (computed from it) or `nominal` (a guess: of a CPU,
             or of a GPU that is not in the table, which is taken for an A100).
+        writes_products: Whether XLA may write kernels of matrix products itself; otherwise cuBLAS runs them all. It
+            may where the device is there.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Target:
     spec: str | None = None
     device: jax.Device | None = None
     origin: str = "datasheet"
+    writes_products: bool = True
 
     @property
     def is_present(self) -> bool:

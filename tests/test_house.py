@@ -36,6 +36,7 @@ JAX_WING = (
     "seconds",
     "spent",
     "probes",
+    "asking",
     "regions",
     "loops",
     "waycosts",

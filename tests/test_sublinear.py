@@ -192,7 +192,7 @@ def test_a_plan_is_kept_between_functions(tmp_path):
     one = measured(loss, budget=0.9, cache=tmp_path).plan(*args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxsub.verify.measure_compiled", None)
-        patch.setattr("jaxsub.pricing.measure_compiled", None)
+        patch.setattr("jaxsub.asking.compile_for", None)
         assert measured(loss, budget=0.9, cache=tmp_path).plan(*args) == one
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxsub
 from jaxsub import crosscompile, targets
 from jaxsub.compat import NVIDIA_DRIVERS
-from jaxsub.compiled import measure_compiled
+from jaxsub.compiled import compile_for, measure_compiled
 from jaxsub.errors import UnsupportedError
 from jaxsub.targets import NAMES, get_target, read_spec
 
@@ -264,7 +265,21 @@ def test_a_product_without_tiles_is_left_to_cublas():
         return jnp.sum(mixed.transpose(0, 2, 1, 3).reshape(16, 196, 192))
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 196, 192), (192, 576))]
-    assert measure_compiled(jax.grad(loss, (0, 1)), shapes, get_target("h100")).temp_bytes > 16 * 3 * 196 * 196 * 4
+    compiled = compile_for(jax.grad(loss, (0, 1)), shapes, get_target("h100"))
+    assert compiled.leaves_products
+    assert compiled.memory_analysis().temp_size_in_bytes > 16 * 3 * 196 * 196 * 4
+
+
+@needs_packages
+def test_products_may_be_left_to_cublas():
+    """Where XLA is not to write kernels of products, cuBLAS runs them, with memory to work in."""
+    x, (w, _) = SMALL
+    own = get_target("h100")
+    temps = {}
+    for target in (own, replace(own, writes_products=False)):
+        compiled = compile_for(lambda x, w: jax.nn.gelu(x @ w) @ w, (x, w), target)
+        temps[compiled.leaves_products] = compiled.memory_analysis().temp_size_in_bytes
+    assert temps[True] >= 4 * 2**20 > temps[False]
 
 
 @needs_packages
@@ -296,7 +311,8 @@ def _ask(helpers):
     jitted = jax.jit(jnp.sum)
     target = get_target("h100")
     program = crosscompile._export(jitted, (jax.ShapeDtypeStruct((8,), "float32"),), {}, target)
-    request = {"spec": target.spec, "n_devices": 1, "mesh": None, "donated": [], "n_bytes": len(program)}
+    request = {"spec": target.spec, "n_devices": 1, "mesh": None, "donated": [], "writes_products": True,
+               "n_bytes": len(program)}  # fmt: skip
     answer = helpers.ask(request, program)
     return answer, helpers.free.queue[-1].process.pid
 
@@ -329,7 +345,7 @@ def test_a_users_session_is_left_alone(backends_first):
         if {backends_first}:
             jax.devices()
         from jaxsub import crosscompile
-        from jaxsub.compiled import measure_compiled
+        from jaxsub.compiled import compile_for, measure_compiled
         from jaxsub.targets import get_target
         shape = jax.ShapeDtypeStruct((4,), "float32")
         n_bytes = measure_compiled(lambda x: x * 2, (shape,), get_target("h100")).argument_bytes

@@ -126,7 +126,7 @@ def _absent(fun: Callable[..., Any], args: Any, target: Target) -> tuple[int, in
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        memory = compile_lowered(jax.jit(fun).lower(*placed), options).memory_analysis()
+        memory = compile_lowered(jax.jit(fun).lower(*placed), options)[0].memory_analysis()
         texts = [next(Path(folder).glob(f"*gpu_after_optimizations-{name}.txt")).read_text("utf-8")
                  for name in ("buffer-assignment", "live-range")]  # fmt: skip
     return int(memory.temp_size_in_bytes), occupied_bytes(*texts)
