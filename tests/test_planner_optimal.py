@@ -4,6 +4,7 @@ import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from machine import Machine, MachineError, all_runs, extra_steps, random_chain, 
 
 from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage, extra_flops, predict
 from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.planners import tables
 from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
-from jaxsub.planners.tables import depth
+from jaxsub.planners.tables import depth, tables_of
 
 MIB = 2**20
 
@@ -128,6 +130,29 @@ def test_every_budget_gets_the_cheapest_plan_in_least_memory(chain):
         prediction = predict(chain, solution.runs(budget_bytes))
         least = min((flops, n_bytes) for n_bytes, flops in found if n_bytes <= budget_bytes)
         assert (prediction.extra_flops, prediction.temp_bytes) == least
+
+
+@pytest.mark.parametrize("max_depth", [None, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_left_out_of_the_tables_of_long_chains_changes_no_plan(monkeypatch, seed, max_depth):
+    """What executes more again than all of a plan in as many slots is part of no plan; what executes less may be."""
+    chain = random_chain(random.Random(seed).randint, 20, n_items=30)
+    most_bytes, bound = predict(chain, chain.plain()).temp_bytes, tables._most_flops
+
+    def plans(most):
+        monkeypatch.setattr(
+            tables, "_most_flops", lambda costs, _: np.full(costs.n_slots + 1, np.minimum(most, tables.MOST_FLOPS))
+        )
+        found = tables_of(chain, most_bytes, 90, max_depth)
+        return found, [(m, found.top[0, m], found.runs(m)) for m in map(int, found.steps(most_bytes))]
+
+    whole, expected = plans(tables.MOST_FLOPS)
+    least = whole.top[0]
+    assert plans(least * 1.0001)[1] == expected
+    assert plans(least * 0.05)[1] != expected
+    bounds = bound(whole.costs, whole.singles)
+    assert np.isinf(least[bounds < least]).all()
+    assert (bounds < tables.MOST_FLOPS).any()
 
 
 @pytest.mark.parametrize(("n", "seed"), [(6, 0), (6, 1), (6, 2), (7, 3), (7, 4), (8, 5)])
