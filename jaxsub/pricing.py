@@ -290,7 +290,8 @@ class Pricer:
         found, scale = finer(traced, found) if is_fine else found, 1.0
         if self.is_compiled:
             scale = max(self._scale(s.start, s.stop) for s in stages)
-        hoisted = sum(self._hoisted_bytes(s.start, s.stop) for s in stages)
+        last = len(self.program.eqns)
+        hoisted = sum(self._hoisted_bytes(s.start, s.stop) if s.stop == last else s.hoisted_bytes for s in stages)
         options = []
         for c in found:
             key = self._key("backward", start, stop, c.saved)
