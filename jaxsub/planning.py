@@ -210,8 +210,8 @@ def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[
         n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
     if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
         return verifying.finish(program, plain, budget)
-    chain = pricer.chain(promising(pricer, planner, n_bytes, cuts))
-    return verifying.finish(program, planner(chain, n_bytes), budget)
+    offer = promising(pricer, planner, n_bytes, cuts)[0]
+    return verifying.finish(program, planner(pricer.chain(offer.cuts), offer.budget_bytes), budget)
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:

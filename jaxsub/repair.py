@@ -14,6 +14,7 @@ which take minutes, only until a plan fits. A clock does not decide: every host 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,13 @@ MUCH_AGAIN = 0.1
 LARGE, GAIN = 0.25, 0.015
 """Finer stages are tried where a plan executes anything worth it again, in stages whose backward pass takes this share
 of the budget, and taken where they spare this share of a forward pass: they cost compiles, and barriers."""
+
+NOTHING = 1e-3
+"""What is executed again below this share of a forward pass counts as nothing: a scalar here and there."""
+
+FEW_STAGES, COUNTING = 64, 0.25
+"""What a budget too small for a way to cut buys on others is looked at where these have at most so many stages: longer
+chains execute far more again at their least than at larger budgets. Counting may say that they need as much more."""
 
 FILL = 0.005
 """What a plan that fits leaves over is filled by one more compile where that spares this share of a forward pass."""
@@ -114,10 +122,14 @@ def fit(
     plain = verifier.plain()
     if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
         return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
-    cuts = promising(verifier.pricer, planner, budget_bytes, cut_choices)
     search = _Search(verifier, planner, budget_bytes)
-    if search.run(cuts, MOST_COMPILES - LEASTS):
-        search.others([choice for choice in cut_choices if tuple(choice) != tuple(cuts)])
+    for offer in promising(verifier.pricer, planner, budget_bytes, cut_choices):
+        search.budget_bytes = offer.budget_bytes
+        if search.run(offer.cuts, MOST_COMPILES - LEASTS):
+            break
+    search.budget_bytes = budget_bytes
+    if search.best is not None:
+        search.others([choice for choice in cut_choices if tuple(choice) != tuple(offer.cuts)])
     else:
         search.least(_lowest(verifier.pricer, planner, cut_choices))
     if search.best is None:
@@ -218,7 +230,7 @@ class _Search:
     def is_good(self, plan: Plan, needed: int) -> bool:
         """Whether another compile would gain little: the budget is filled, or nothing is recomputed."""
         nothing_again = (
-            plan.prediction is not None and plan.prediction.extra_flops <= 1e-3 * plan.prediction.forward_flops
+            plan.prediction is not None and plan.prediction.extra_flops <= NOTHING * plan.prediction.forward_flops
         )
         return CLOSE * self.budget_bytes <= needed <= self.budget_bytes or (
             needed <= self.budget_bytes and nothing_again
@@ -254,41 +266,95 @@ def _lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) 
 
     They are the same whatever the budget: who asks for what the smallest of these plans needs gets it.
     """
-    least: list[tuple[int, int]] = []
-    for i, cuts in enumerate(choices):
-        try:
-            least.append((_predicted(planner(pricer.anew().chain(cuts), 1)), i))
-        except InfeasibleBudgetError as error:
-            least.append((error.least_bytes, i))
-    least.sort()
+    least = sorted((_least_on(pricer.anew(), planner, cuts), i) for i, cuts in enumerate(choices))
     return [choices[i] for n_bytes, i in least if n_bytes <= least[0][0] * (1 + PACKING)]
 
 
-def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> Sequence[int]:
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A way to cut, and how to plan on it.
+
+    Attributes:
+        cuts: The way to cut.
+        budget_bytes: What to plan for.
+        again: What is expected to be executed again, as a share of a forward pass; infinite where nothing fits.
+    """
+
+    cuts: Sequence[int]
+    budget_bytes: int
+    again: float
+
+
+def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> list[Offer]:
     """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
 
     Where that way executes anything again that is worth it, stages whose own backward pass takes much of the budget are
-    cut as finely as any way cuts them, if that is predicted to pay.
+    cut as finely as any way cuts them, if that is predicted to pay. A budget too small for that way is planned on
+    others; where the largest such budget executes less again there, that comes first: it serves the larger one too.
     """
     least: list[tuple[int, Sequence[int]]] = []
-    for cuts in choices:
+    for i, cuts in enumerate(choices):
         chain = pricer.anew().chain(cuts)
         try:
-            again = _share_again(planner(chain, budget_bytes))
+            own = Offer(cuts, budget_bytes, _share_again(planner(chain, budget_bytes)))
         except InfeasibleBudgetError as error:
             least.append((error.least_bytes, cuts))
             continue
         large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
         inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
-        if again <= GAIN or not inside - set(cuts):
-            return cuts
-        finer = tuple(sorted({*cuts, *inside}))
-        try:
-            pays = _share_again(planner(pricer.anew().chain(finer), budget_bytes)) < again - GAIN
-        except InfeasibleBudgetError:
-            pays = False
-        return finer if pays else cuts
-    return next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
+        if own.again > GAIN and inside - set(cuts):
+            finer = tuple(sorted({*cuts, *inside}))
+            again = _again_within(pricer.anew(), planner, finer, budget_bytes)
+            own = Offer(finer, budget_bytes, again) if again < own.again - GAIN else own
+        return [*_of_smaller(pricer, planner, own, cuts, choices[i + 1 :]), own]
+    cuts = next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
+    return [Offer(cuts, budget_bytes, math.inf)]
+
+
+def _of_smaller(
+    pricer: Pricer, planner: Planner, own: Offer, cuts: Sequence[int], others: Iterable[Sequence[int]]
+) -> list[Offer]:
+    """What a budget too small for a way is offered on others, where that executes less again; a list of one offer.
+
+    It is counted first, and asked of the compiler only where counting does not rule it out.
+    """
+    others = [other for other in others if max(len(other), len(cuts)) <= FEW_STAGES + 1]
+    found: list[Offer] = []
+    if own.again > NOTHING and others:
+        for of, room in [(pricer.anew(is_counted=True), COUNTING)] * pricer.is_compiled + [(pricer, 0.0)]:
+            below = int(_too_small(of.anew(), planner, cuts, own.budget_bytes) * (1 + room))
+            found = [f for f in promising(of, planner, below, others)[:1] if f.again < own.again] if below else []
+            if not found:
+                break
+    return found
+
+
+def _too_small(pricer: Pricer, planner: Planner, cuts: Sequence[int], budget_bytes: int) -> int:
+    """The largest budget that is planned on other ways too: none of a way's plans fits, or much is executed again."""
+    low, high = _least_on(pricer, planner, cuts) - 1, budget_bytes
+    if _again_within(pricer, planner, cuts, low + 1) <= HALF:
+        return low
+    while high - low > max(1, NEARLY * low):
+        middle = (low + high) // 2
+        is_much = _again_within(pricer, planner, cuts, middle) > HALF
+        low, high = (middle, high) if is_much else (low, middle)
+    return low
+
+
+def _again_within(pricer: Pricer, planner: Planner, cuts: Sequence[int], budget_bytes: int) -> float:
+    """What the planner executes again on a way to cut, as a share of a forward pass; infinite where nothing fits."""
+    try:
+        return _share_again(planner(pricer.chain(cuts), budget_bytes))
+    except InfeasibleBudgetError:
+        return math.inf
+
+
+def _least_on(pricer: Pricer, planner: Planner, cuts: Sequence[int]) -> int:
+    """The least that the planner predicts to fit on a way to cut."""
+    try:
+        return _predicted(planner(pricer.chain(cuts), 1))
+    except InfeasibleBudgetError as error:
+        return error.least_bytes
 
 
 def _share_again(plan: Plan) -> float:

@@ -12,7 +12,7 @@ from jaxsub import repair
 from jaxsub.chain import Prediction
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Budget, Measurement, Plan, Segment
-from jaxsub.repair import LONG_EQUATIONS, MOST_COMPILES, _Search, promising
+from jaxsub.repair import FEW_STAGES, LONG_EQUATIONS, MOST_COMPILES, _Search, promising
 
 BUDGET = 1_000_000
 
@@ -26,8 +26,8 @@ class Table:
     def __init__(self, *rows, n_equations=99):
         self.rows, self.known, self.compiles, self.said = rows, {}, 1, []
         self.program = SimpleNamespace(eqns=range(n_equations))
-        self.pricer = SimpleNamespace(chain=lambda cuts: None, refine=lambda plan: False, anew=lambda: self.pricer,
-                                      progress=self.said.append)  # fmt: skip
+        self.pricer = SimpleNamespace(chain=lambda cuts: None, refine=lambda plan: False, progress=self.said.append,
+                                      anew=lambda **_: self.pricer, is_compiled=True)  # fmt: skip
 
     def __call__(self, chain, budget_bytes):
         fitting = [row for row in self.rows if row[0] * BUDGET <= budget_bytes]
@@ -100,7 +100,7 @@ def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again,
     assert table.said == told * (compiles == 3)
 
 
-def fitted(monkeypatch, n_bytes, *ways):
+def fitted(monkeypatch, n_bytes, *ways, cuts=None):
     """The share of the budget needed, what is executed again, and the compiles: of a program cut in several ways.
 
     Each way is a table of its own, its least plan first; a refusal says the least that it names.
@@ -117,8 +117,9 @@ def fitted(monkeypatch, n_bytes, *ways):
         number = table.rows.index(chain.rows[plan.segments[0].stop - 1])
         return plan.replace(segments=(Segment(0, number + 1),))
 
+    choices = cuts or [(k, 99) for k in range(len(ways))]
     try:
-        found = repair.fit(table, planner, Budget(), int(n_bytes * BUDGET), [(k, 99) for k in range(len(ways))])
+        found = repair.fit(table, planner, Budget(), int(n_bytes * BUDGET), choices)
     except InfeasibleBudgetError as refused:
         return refused.least_bytes / BUDGET, None, table.compiles
     return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
@@ -157,6 +158,24 @@ def test_more_budget_does_not_mean_more_executed_again(monkeypatch):
     assert fitted(monkeypatch, 1.0, *little) == (0.97, 0.45, 3)
 
 
+def test_a_budget_too_small_for_a_way_to_cut_executes_no_less_again(monkeypatch):
+    """It is planned on another way to cut; a larger one that the first way fits executes no more than that."""
+    ways = ((0.9, 0.9, 0.3), (1.2, 1.2, 0.1)), ((0.6, 0.6, 0.5), (0.8, 0.8, 0.2))
+    assert [fitted(monkeypatch, share, *ways)[1] for share in (0.7, 0.8, 0.9, 1.0, 1.2)] == [0.5, 0.2, 0.2, 0.2, 0.1]
+    long = [(k, *range(100, 101 + FEW_STAGES)) for k in range(2)]
+    assert fitted(monkeypatch, 0.9, *ways, cuts=long)[1] == 0.3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_budget_never_executes_more_again_where_predictions_hold(monkeypatch, seed):
+    """Of random plans, on three ways to cut."""
+    rng = np.random.default_rng(seed)
+    ways = [tuple((p, p, 1 - p + 0.8 * e) for p, e in np.sort(rng.random((5, 2)), axis=0) * (1, -1)) for _ in range(3)]
+    found = [fitted(monkeypatch, share, *ways)[1] for share in np.arange(0.1, 1.0, 0.05)]
+    again = [flops for flops in found if flops is not None]
+    assert again == sorted(again, reverse=True)
+
+
 @pytest.mark.parametrize("n_bytes", [0.3, 0.7, 0.93, 0.95, 1.0, 1.2])
 def test_all_ways_together_are_compiled_few_times(monkeypatch, n_bytes):
     """However many there are, and however badly all are predicted."""
@@ -171,12 +190,14 @@ def test_a_large_stage_is_cut_where_that_pays(coarse, fine, is_fine):
     """A stage whose backward pass takes much of the budget, if what is executed again becomes clearly less."""
     again = {(0, 9): coarse, (0, 5, 9): fine}
     large = (SimpleNamespace(start=0, stop=9, transient_bytes=BUDGET),)
-    pricer = SimpleNamespace(anew=lambda: pricer, chain=lambda cuts: SimpleNamespace(cuts=cuts, stages=large))
+    pricer = SimpleNamespace(
+        is_compiled=False, anew=lambda **_: pricer, chain=lambda cuts: SimpleNamespace(cuts=cuts, stages=large)
+    )
 
     def planner(chain, budget_bytes):
         return Plan("f", Budget(), 9, prediction=Prediction(budget_bytes, again[chain.cuts], 1.0, 0, "by hand"))
 
-    assert promising(pricer, planner, BUDGET, list(again)) == list(again)[is_fine]
+    assert [o.cuts for o in promising(pricer, planner, BUDGET, list(again))] == [list(again)[is_fine]]
 
 
 def test_where_nothing_helps_the_least_is_the_function_as_it_is():
