@@ -256,6 +256,13 @@ def test_nesting_is_bounded(max_depth):
     assert predict(chain, free).temp_bytes < predict(chain, runs).temp_bytes
 
 
+def test_nesting_goes_as_deep_as_48_layers_need():
+    """Two states at a time are enough for 48 equal stages, for which eight levels of nesting are too few."""
+    chain = uniform(48)
+    assert predict(chain, solve(chain).runs(2)).temp_bytes == 2
+    assert predict(chain, solve(chain, max_depth=8).least()).temp_bytes > 2
+
+
 @settings(max_examples=150)
 @given(chains(5), st.integers(1, 2))
 def test_bounded_plans_equal_brute_force(chain, max_depth):

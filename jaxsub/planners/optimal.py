@@ -43,6 +43,7 @@ FAR = 2  # times the budget is too far for the scale of what outputs may host to
 LONG = 64  # from so many stages on a chain is long: its many steps and regions are what takes time
 CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
+DEEPEST = 12  # JAX traces each level of nesting in about 17 of the 1,000 calls deep that Python allows
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 
 
@@ -252,7 +253,7 @@ def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
     return pair[0]
 
 
-def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = 8) -> Solution:
+def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = DEEPEST) -> Solution:
     """Solve a chain for all budgets up to a most.
 
     Args:
@@ -283,7 +284,7 @@ class Optimal:
     """
 
     slots: int = 500
-    max_depth: int = 8
+    max_depth: int = DEEPEST
 
     def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
         """Plan a chain.
