@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import checkpoint_name as named
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -75,26 +75,41 @@ def cpu_measuring_options() -> dict[str, Any]:
     return {**cpu_compiler_options(), "xla_backend_optimization_level": 0}
 
 
-def remat_flavour() -> str:
-    """Which of JAX's two `jax.checkpoint`s is in use; what was measured with one says nothing of the other."""
-    return "remat3" if getattr(jax.config, "jax_remat3", False) else "remat2"
+def remat_flavour(version: str = jax.__version__) -> str:
+    """Which of JAX's two `jax.checkpoint`s makes our regions; what was measured with one says nothing of the other.
+
+    That is the one in use, but before JAX 0.11 always the older: there `jax_remat3` puts no barrier in a region's
+    backward pass, so that regions save no memory, and cannot map (vmap) what they save.
+    """
+    return "remat3" if getattr(jax.config, "jax_remat3", False) and version_of(version) >= (0, 11) else "remat2"
 
 
-def checkpoint_saves_nothing(version: str = jax.__version__) -> bool:
-    """Whether regions save no memory now: with `jax_remat3`, JAX before 0.11 puts no barrier in their backward pass."""
-    return remat_flavour() == "remat3" and version_of(version) < (0, 11)
+def _of_our_flavour() -> contextlib.AbstractContextManager[Any]:
+    """Where regions and names are made: the older `jax.checkpoint` where `remat_flavour` says so, whatever the flag."""
+    flag = getattr(jax_config, "remat3", None)
+    return flag(False) if flag is not None and remat_flavour() == "remat2" else contextlib.nullcontext()
 
 
-SAVES_NOTHING = (
-    f"With jax_remat3, jax.checkpoint in JAX {jax.__version__} saves no memory, and so no plan will; "
-    "it cannot map (vmap) what plans save either: turn jax_remat3 off, or use JAX 0.11.2 or later."
-)
-"""What a user is told where `checkpoint_saves_nothing`."""
+def checkpoint(fun: Callable[..., Any], *, policy: Any = None, prevent_cse: bool = True) -> Callable[..., Any]:
+    """`jax.checkpoint` of our flavour."""
+    with _of_our_flavour():
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """`jax.ad_checkpoint.checkpoint_name` of our flavour."""
+    with _of_our_flavour():
+        return named(x, name)
 
 
 def ignores_policies() -> bool:
     """Whether `jax.checkpoint` now recomputes some results without asking the policy: with `jax_remat3`."""
     return bool(getattr(jax.config, "jax_remat3", False)) and "sin" not in asked_by_remat3()
+
+
+def ignores_our_policies() -> bool:
+    """Whether `checkpoint` here does so."""
+    return remat_flavour() == "remat3" and ignores_policies()
 
 
 @functools.cache
@@ -110,7 +125,7 @@ def asked_by_remat3() -> frozenset[str]:
         return False
 
     def fun(x: Any) -> Any:
-        y = checkpoint_name(jax.numpy.sin(x @ x), "y")
+        y = named(jax.numpy.sin(x @ x), "y")
         return jax.lax.conv_general_dilated(y[None, None], y[None, None], (1, 1), "SAME").sum()
 
     jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=policy)))(jax.numpy.ones((2, 2)))

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.tree_util import SequenceKey, keystr
 
-from jaxsub import compat
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Measurement, Plan
@@ -218,9 +217,7 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Held]) -> Infeasible
     )  # fmt: skip
     fixed = [site.name for site in least.trial.sites.values() if not site.is_sized]
     if fixed:
-        why = "made with plan= or mirror=, or no gradient."
-        why = compat.SAVES_NOTHING if compat.checkpoint_saves_nothing() else why
-        wrap += f" `{'`, `'.join(fixed)}` cannot be planned by the step: {why}"
+        wrap += f" `{'`, `'.join(fixed)}` cannot be planned by the step: made with plan= or mirror=, or no gradient."
     raise_to = f"Pass memory={needed}"
     donate = sum(h.kept_bytes for h in held)
     names = [h.name for h in held if h.kept_bytes]

@@ -78,8 +78,6 @@ def make_plan(program: Program, settings: Settings) -> Plan:
         return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
         return verifying.finish(program, untouched(program), settings.budget)
-    if compat.checkpoint_saves_nothing():
-        warnings.warn(compat.SAVES_NOTHING, stacklevel=2)
     settings = replace(settings, verify=_may_verify(program, settings))
     try:
         return _kept(program, settings)
@@ -157,11 +155,9 @@ def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> 
 
 
 def can_plan(program: Program) -> bool:
-    """Whether a plan could do anything for a program: its gradient can be taken, and regions save memory now."""
+    """Whether a plan could do anything for a program: its gradient can be taken."""
     active = any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs)
-    if not active or compat.checkpoint_saves_nothing():
-        return False
-    return compat.names_axes(program.traced) or verifying.has_gradient(program)
+    return active and (compat.names_axes(program.traced) or verifying.has_gradient(program))
 
 
 def untouched(program: Program) -> Plan:

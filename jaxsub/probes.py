@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
+from jaxsub import compat
 from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
 from jaxsub.program import Program
@@ -71,10 +71,10 @@ def probe(what: str, program: Program, start: int, stop: int, saved: Sequence[in
 def backward_probe(program: Program, start: int, stop: int, saved: Sequence[int]) -> Probe:
     """The backward pass of a region that saves `saved`: recomputation, cotangents in and out."""
     names = [f"jaxsub_{offset}" for offset in saved]
-    tag = (lambda x, offset: checkpoint_name(x, f"jaxsub_{offset}")) if saved else None
+    tag = (lambda x, offset: compat.checkpoint_name(x, f"jaxsub_{offset}")) if saved else None
     function = run_function(program, start, stop, tag=tag, saved=saved)
     policy = jax.checkpoint_policies.save_only_these_names(*names) if saved else None
-    region = jax.checkpoint(function.call, policy=policy)
+    region = compat.checkpoint(function.call, policy=policy)
     avals = read_avals(program, function)
     trees: list[Any] = []
 
@@ -161,7 +161,7 @@ def hoist_probe(program: Program, start: int, stop: int, *, doubles: bool, runs:
         runs: How often the run stands there, each time behind such a loop that waits for the one before.
     """
     function = run_function(program, start, stop)
-    region = jax.checkpoint(function.call)
+    region = compat.checkpoint(function.call)
     nodes = program.graph.nodes[start:stop]
     looked_up = frozenset(n.inputs[0] for n in nodes if n.primitive == "gather" and n.inputs)
     avals = read_avals(program, function)

@@ -24,7 +24,6 @@ from itertools import pairwise
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.errors import PlannerError
@@ -65,12 +64,11 @@ def with_regions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """A segment as a function: what it reads, what it returns, and what of that no tangent may leave by."""
+    """A segment as a function: what it reads and what it returns."""
 
     call: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     returns: tuple[int, ...]
-    stopped: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -169,19 +167,7 @@ class _Emitter:
             names = self._names(segment)
             moved = [names.pop(v) for v in segment.offloaded if v in names]
             call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
-        return _Region(call, reads, returns, self._stopped(returns, segment.stop)), fenced
-
-    def _stopped(self, returns: Sequence[int], stop: int) -> frozenset[int]:
-        """What a region returns without a gradient, for what runs once alone: there JAX may see a tangent all the same.
-
-        With `jax_remat3`, JAX before 0.11 gives tangents, all zero, to what a region stops; `io_callback` refuses them.
-        """
-        if not compat.checkpoint_saves_nothing():
-            return frozenset()
-        graph = self.program.graph
-        values = ((v, [c for c in graph.values[v].consumers if c >= stop]) for v in returns)
-        return frozenset(v for v, readers in values if readers and not graph.values[v].is_differentiated
-                         and all(not graph.nodes[c].can_recompute for c in readers))  # fmt: skip
+        return _Region(call, reads, returns), fenced
 
     def _check(self, segment: Segment) -> None:
         """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
@@ -234,7 +220,7 @@ class _Emitter:
         source = self.program.graph.nodes[node].inputs[0]
 
         def step(env: Env) -> None:
-            env[v] = tagged(eqn, env[source], lambda y, _: checkpoint_name(y, names[v]), 0)
+            env[v] = tagged(eqn, env[source], lambda y, _: compat.checkpoint_name(y, names[v]), 0)
 
         return step
 
@@ -318,7 +304,7 @@ def _barrier(values: Sequence[int]) -> Step:
 
 def _name(names: dict[int, str]) -> Step:
     def step(env: Env) -> None:
-        env.update((v, checkpoint_name(env[v], name)) for v, name in names.items())
+        env.update((v, compat.checkpoint_name(env[v], name)) for v, name in names.items())
 
     return step
 
@@ -332,7 +318,6 @@ def _call(region: _Region, scope: str) -> Step:
         else:
             outputs = region.call(*inputs)
         env.update(zip(region.returns, outputs, strict=True))
-        env.update((v, jax.lax.stop_gradient(env[v])) for v in region.stopped)
 
     return step
 
@@ -348,12 +333,12 @@ def _checkpointed(
 
     if not moved:
         policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-        return jax.checkpoint(region, policy=policy)
+        return compat.checkpoint(region, policy=policy)
     moving = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(names), names_which_can_be_offloaded=list(moved),
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
-    return settled(jax.checkpoint(region, policy=moving))
+    return settled(compat.checkpoint(region, policy=moving))
 
 
 def _identity(eqn: Any) -> tuple[Any, ...]:

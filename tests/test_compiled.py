@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.compat import cpu_compiler_options
+from jaxsub.compat import checkpoint, cpu_compiler_options
 from jaxsub.compiled import compile_for, measure_compiled, measurement, return_freed_memory
 from jaxsub.emit import as_traced, emit
 from jaxsub.errors import UnsupportedError
@@ -40,7 +40,7 @@ def chain(x, ws, every=None):
                 x = jnp.tanh(x @ w)
             return x
 
-        x = (group if every is None else jax.checkpoint(group))(x, ws[start : start + step])
+        x = (group if every is None else checkpoint(group))(x, ws[start : start + step])
     return jnp.sum(x)
 
 

@@ -133,7 +133,6 @@ def test_what_only_reports_on_a_value_does_not_keep_it():
     assert fences == [2, 2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:With jax_remat3, jax.checkpoint in JAX")
 def test_emitting_changes_nothing():
     """Emitting twice gives the same jaxpr, and a function emitted from an emitted one the same values and gradients."""
     program = trace(chain, (W, X), {})

@@ -181,7 +181,6 @@ def test_once():
     assert not any(n.can_recompute for n in nodes if n.primitive in ("io_callback", "get", "swap"))
 
 
-@pytest.mark.filterwarnings("ignore:With jax_remat3, jax.checkpoint in JAX")
 def test_an_array_of_weights_is_as_good_as_a_list():
     """Iterating over an array takes a slice where it is read, in any version: no part crosses the whole program."""
 

@@ -234,14 +234,6 @@ def test_budgets_and_plans_of_ones_own_are_kept():
         quiet(step_of(fixed), memory="300KiB").report(*state(), *batch())
 
 
-def test_a_step_without_regions_is_refused_for_what_is_the_reason(monkeypatch):
-    """Where jax.checkpoint saves nothing no function can be planned; the error says so and does not blame the user."""
-    monkeypatch.setattr("jaxsub.compat.checkpoint_saves_nothing", lambda: True)
-    made = quiet(step_of(jaxsub.sublinear(loss, progress=False)), memory="300KiB")
-    with pytest.raises(jaxsub.InfeasibleBudgetError, match=r"`loss` cannot be planned.*turn jax_remat3 off"):
-        made.report(*state(), *batch())
-
-
 def test_nnx_modules():
     """The state of an nnx model, split and merged round the step, and jaxsub.flax.nnx.sublinear inside."""
 

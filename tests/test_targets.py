@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
 from jaxsub import crosscompile, targets
-from jaxsub.compat import NVIDIA_DRIVERS
+from jaxsub.compat import NVIDIA_DRIVERS, checkpoint
 from jaxsub.compiled import compile_for, measure_compiled
 from jaxsub.errors import UnsupportedError
 from jaxsub.targets import NAMES, get_target, read_spec
@@ -53,7 +53,7 @@ def chain(x, ws, every=None):
         return jnp.sum(layers(x, ws).astype("float32"))
     for start in range(0, len(ws), every):
         x, group = jax.lax.optimization_barrier((x, ws[start : start + every]))
-        x = jax.checkpoint(layers)(x, group)
+        x = checkpoint(layers)(x, group)
     return jnp.sum(x.astype("float32"))
 
 

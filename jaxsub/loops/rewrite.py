@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxsub import compat
 from jaxsub.loops.rotate import Rotated, rotated
@@ -230,10 +229,10 @@ class _Scan:
 
         head, tail = self._parts(xs, n * size, length)
         grouped = tuple(x.reshape((n, size, *x.shape[1:])) for x in head)
-        carry, ys = self._scan(jax.checkpoint(block, prevent_cse=False), consts, carry, grouped, n)
+        carry, ys = self._scan(compat.checkpoint(block, prevent_cse=False), consts, carry, grouped, n)
         ys = tuple(y.reshape((n * size, *y.shape[2:])) for y in ys)
         if n * size < length:
-            carry, more = jax.checkpoint(rest)(consts, carry, tail)
+            carry, more = compat.checkpoint(rest)(consts, carry, tail)
             ys = self._joined(ys, more)
         return carry, ys
 
@@ -300,8 +299,8 @@ def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
 
 def _region(step: Step, saved: Sequence[int], *, prevent_cse: bool = False) -> Step:
     policy = jax.checkpoint_policies.save_only_these_names(*(f"jaxsub_step_{o}" for o in saved)) if saved else None
-    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
+    return compat.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
 
 
 def _name(x: Any, offset: int) -> Any:
-    return checkpoint_name(x, f"jaxsub_step_{offset}")
+    return compat.checkpoint_name(x, f"jaxsub_step_{offset}")

@@ -60,7 +60,7 @@ def checkpoint(
         if isinstance(found, SaveAll):
             return fun(*args, **kwargs)
         if isinstance(found, SaveNothing):
-            return jax.checkpoint(flat, prevent_cse=prevent_cse)(*leaves)
+            return compat.checkpoint(flat, prevent_cse=prevent_cse)(*leaves)
         if not isinstance(found, Policy):
             return _call_foreign(found, flat, leaves, prevent_cse)
         return _call_planned(found, flat, leaves, prevent_cse)
@@ -91,8 +91,8 @@ def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any
     if not any(jax.numpy.issubdtype(jax.numpy.result_type(x), jax.numpy.inexact) for x in leaves):
         return flat(*leaves)  # nothing flows back through it
     program = trace(flat, leaves, {}, argnums=tuple(range(len(leaves))))
-    if isinstance(policy, SaveCostly) and not compat.ignores_policies() and not _has_regions(program):
-        run = jax.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
+    if isinstance(policy, SaveCostly) and not compat.ignores_our_policies() and not _has_regions(program):
+        run = compat.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
     else:
         run = emit(program, policy.plan(program))
     return jax.tree.unflatten(program.out_tree, run(*program.consts, *leaves))
