@@ -51,15 +51,16 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
             places.setdefault(size, deque()).append(stage)
     sizes, totals = sorted(places), [[0, 0] for _ in runs]
     if places:
-        for size, run, last, crosses in sorted(_pieces(chain, runs), key=lambda p: (-p[0], p[1], p[3])):
-            at = range(bisect_left(sizes, size), len(sizes))
-            found = next((i for i in at if places[sizes[i]][0] <= last), None)
-            if found is not None:
-                stages = places[sizes[found]]
-                stages.popleft()
-                if not stages:
-                    sizes.pop(found)
-                totals[run][0 if crosses else 1] += size
+        pieces = ((-size, run, crosses, i, last) for i, (size, run, last, crosses) in enumerate(_pieces(chain, runs)))
+        for negative, run, crosses, _, last in sorted(pieces):  # the largest first
+            for at in range(bisect_left(sizes, -negative), len(sizes)):
+                stages = places[sizes[at]]
+                if stages[0] <= last:
+                    stages.popleft()
+                    if not stages:
+                        sizes.pop(at)
+                    totals[run][0 if crosses else 1] -= negative
+                    break
     return tuple((crossing, kept) for crossing, kept in totals)
 
 
