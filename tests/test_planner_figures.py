@@ -47,10 +47,15 @@ def ratio(name, target, budget, cache):
     return planned / plain
 
 
+def products_saveable(primitive, *_, **__):
+    """Save what matrix products and convolutions make."""
+    return primitive.name in ("dot_general", "conv_general_dilated")
+
+
 @functools.cache
 def by_hand(name):
-    """FLOPs over plain where each block is wrapped by hand, and what matrix products make is saved."""
-    wrap = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    """FLOPs over plain where each block is wrapped by hand, and what products and convolutions make is saved."""
+    wrap = functools.partial(jax.checkpoint, policy=products_saveable)
     loss, plain = (zoo.BY_NAME[name].full(**wrapped) for wrapped in ({"wrap": wrap}, {}))
     return jaxsub.measure(loss[0], *loss[1]).flops / jaxsub.measure(plain[0], *plain[1]).flops
 
