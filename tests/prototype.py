@@ -24,9 +24,9 @@ ON_THE_HULL = {
     ("gpt16", "cpu", 0.6): 0.980 / 0.982,
     ("resnet198", "cpu", 0.35): 0.957 / 0.958,
 }
-"""At its largest budgets the prototype was a thousandth below the hull of what is written by hand, there each block with
-`dots_saveable` or its convolutions saved. That had .982 and .958 of its plain FLOPs and has .992 and .969 of ours: these
-cells are compared with the hull."""
+"""At its largest budgets the prototype was a thousandth below the hull of what is written by hand, there each block
+with `dots_saveable` or its convolutions saved. That had .982 and .958 of its plain FLOPs and has .992 and .969 of ours:
+these cells are compared with the hull."""
 
 MATCHED, BEATEN = 1.005, 0.99
 """A plan with so much of the prototype's FLOPs is as good; with so little it is better."""
