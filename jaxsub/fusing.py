@@ -10,8 +10,13 @@ and products are calls of a library, which takes in the elementwise work before 
 it, and reads what is spread over rows, beside a product, as a whole array. A product that sums over several axes reads
 a transposed copy.
 
+On a GPU a product reads what unary work is done on, and does that work itself; what is made in parts (see
+`jaxsub.products`) is added up by whatever reads it, but once for all where sums or products read it. Slices of one
+array and look-ups of few of its elements are made of it where they are read.
+
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
-`xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`; and programs that it compiled.
+`xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
+`xla/backends/gpu/transforms/gemm_fusion.cc`; and programs that it compiled.
 """
 
 from __future__ import annotations
@@ -23,33 +28,31 @@ from typing import Any
 
 from jaxsub import compat
 from jaxsub.flops import bodies_of, is_costly
-from jaxsub.kernels import Kernel, peak_bytes, schedule
-from jaxsub.program import aval_bytes
-
-VIEWS = frozenset("reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient".split())
-SLOW = frozenset(
-    "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
+from jaxsub.fusible import (
+    IN_PLACE,
+    RESHAPES,
+    SLOW,
+    TAKEN_IN,
+    array_bytes,
+    flattened,
+    is_copied,
+    is_dear,
+    is_fusible,
+    is_reduction,
+    is_unary,
+    is_view,
+    spread_operands,
+    summed_columns,
 )
-"""Elementwise primitives that the compiler does not like to do twice."""
+from jaxsub.kernels import Kernel, peak_bytes, schedule
+from jaxsub.products import n_parts, padded, product_of
+from jaxsub.targets import Target
 
 LARGE = 2**20
 """Elements of the products that a CPU's library joins with sums of them: by trial, between 0.8 and 1.2 million."""
 
-RESHAPES = frozenset("reshape transpose squeeze expand_dims broadcast_in_dim".split())
-TAKEN_IN = frozenset("add add_any sub mul div neg max min exp".split())
-"""Elementwise primitives that a library call for a product takes in on a CPU."""
-
-PLAIN = TAKEN_IN.union(
-    SLOW,
-    "select_n broadcast_in_dim integer_pow convert_element_type iota pad slice concatenate sign abs square".split(),
-    "eq ne lt le gt ge and or not".split(),
-)
-"""Elementwise primitives that are met often."""
-
-REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
-IN_PLACE = frozenset("scatter scatter-add scatter_add dynamic_update_slice".split())
-LOOPS = ("scan", "while", "cond")
-WINDOWS = ("reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
+PARTS = "parts"
+"""What the parts of a product are named by, beside the product."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,7 @@ class Lives:
         outputs: Variables that must stand at the end.
         alias: Variables that are other variables.
         is_cpu: Whether to compile for a CPU rather than a GPU.
+        gpu: The GPU, which makes some products in parts; `None` where none does.
         stored: The variables that kernels make.
         kernels: The kernels, in the order of the equations.
     """
@@ -71,6 +75,7 @@ class Lives:
     outputs: Sequence[Any]
     alias: dict[Any, Any]
     is_cpu: bool = True
+    gpu: Target | None = None
     stored: set[Any] = field(init=False, default_factory=set)
     kernels: list[Kernel] = field(init=False, default_factory=list)
     _bases: dict[Any, Any] = field(init=False, default_factory=dict)
@@ -86,6 +91,7 @@ class Lives:
     _spread: dict[Any, set[int]] = field(init=False, default_factory=dict)
     _makers: dict[Any, Any] = field(init=False, default_factory=dict)
     _elementwise: dict[int, bool] = field(init=False, default_factory=dict)
+    _parts: dict[Any, int] = field(init=False, default_factory=dict)
     _work: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,10 +144,12 @@ class Lives:
                 seen[key] = eqn.outvars
             self._work.append(position)
             self._makers.update((v, eqn) for v in eqn.outvars)
-            self._flat.update(_flattened(eqn, ins))
+            self._flat.update(flattened(eqn, ins))
+            if self.gpu is not None and (parts := n_parts(eqn, self.gpu)) > 1:
+                self._parts[eqn.outvars[0]] = parts
             for v in filter(compat.is_var, ins):
                 self._readers.setdefault(v, set()).add(position)
-            for w, shape in _spread_operands(eqn) if is_elementwise and self.is_cpu else ():
+            for w, shape in spread_operands(eqn) if is_elementwise and self.is_cpu else ():
                 self._spread.setdefault((self.base(w), shape), set()).add(position)
 
     def _absorb(self) -> None:
@@ -175,21 +183,38 @@ class Lives:
             eqn = self.eqns[position]
             ins = [self.base(a) for a in eqn.invars if compat.is_var(a)]
             if not self._elementwise[position]:
-                self.stored.update(eqn.outvars)
-                if not is_reduction(eqn):
-                    self.stored.update(ins)
-                elif self.is_cpu:
+                self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
+                if self._looks_through(eqn):
+                    pass
+                elif not is_reduction(eqn):
+                    self.stored.update(self._operand(eqn, v) for v in ins)
+                elif self.is_cpu or self._parts:
                     absorbed.update(ins)
                 continue
             v = eqn.outvars[0]
             at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
             is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
-            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (_is_dear(eqn) and self._is_spread(v))
+            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (is_dear(eqn) and self._is_spread(v))
             if self.is_cpu and (is_shared or is_slow) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
                 absorbed.update(ins)
             homes[v] = at
+
+    def _operand(self, eqn: Any, v: Any) -> Any:
+        """What a GPU's product reads where it would read a value: unary work it does itself, again if need be."""
+        is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
+        while is_fused and v not in self.stored and (maker := self._makers.get(v)) is not None:
+            reads = [a for a in maker.invars if compat.is_var(a)]
+            if len(reads) != 1 or reads[0].aval.shape != v.aval.shape or not is_fusible(maker, False):
+                break
+            v = self.base(reads[0])
+        return v
+
+    def _looks_through(self, eqn: Any) -> bool:
+        """Whether it is a look-up of fewer elements than there are: a GPU makes just those that it looks up."""
+        is_gather = eqn.primitive.name == "gather" and not self.is_cpu
+        return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
 
     def _is_spread(self, v: Any) -> bool:
         """Whether something larger is made of a value, each of its elements read more than once."""
@@ -211,10 +236,13 @@ class Lives:
             if self._elementwise[position]:
                 self._fuse_elementwise(position, eqn)
                 continue
+            if eqn.outvars and eqn.outvars[0] in self._parts:
+                self._split(position, eqn)
+                continue
             for v in eqn.outvars:
                 self._through[v] = self._direct[v] = frozenset([v])
                 self._plain[v] = frozenset() if v in self._flat else frozenset([v])
-            if is_reduction(eqn):
+            if is_reduction(eqn) or self._looks_through(eqn):
                 self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
             else:
                 self._call(position, eqn)
@@ -231,18 +259,38 @@ class Lives:
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
         self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over))
 
+    def _split(self, position: int, eqn: Any) -> None:
+        """Add a product in parts, and their sum: fused with what reads it, unless it is stored."""
+        v, product = eqn.outvars[0], product_of(eqn)
+        parts, length = self._parts[v], padded(product, self._parts[v])
+        reads = [self._operand(eqn, self.base(a)) for a in eqn.invars if compat.is_var(a)]
+        if length > product.summed:
+            copies = [
+                ((a, position), frozenset([a]), array_bytes(a) * length // product.summed) for a in dict.fromkeys(reads)
+            ]
+            self.kernels += [Kernel(position, (copy,), of, (size,)) for copy, of, size in copies]
+            reads = [copy for copy, _, _ in copies]
+        size = parts * math.prod(v.aval.shape) * product.sum_bytes
+        self.kernels.append(Kernel(position, ((v, PARTS),), frozenset(reads), (size,)))
+        roots = frozenset([(v, PARTS)])
+        if v in self.stored:
+            self.kernels.append(Kernel(position, (v,), roots, (array_bytes(v),), shape=v.aval.shape))
+            roots = frozenset([v])
+        self._through[v] = self._direct[v] = roots
+        self._plain[v] = frozenset([v]) if v in self.stored else frozenset()
+
     def _fuse_elementwise(self, position: int, eqn: Any) -> None:
         """Fuse an elementwise equation with its readers; of what is stored, a reader may do again what is unary."""
-        v, reads, direct = eqn.outvars[0], self.reads(eqn), self._roots(self._direct, eqn)
-        is_stored = v in self.stored
-        is_remade = not is_stored or (is_unary(eqn) and eqn.primitive.name not in SLOW)
-        plain = self._plain_roots(eqn)
-        self._remade[v] = frozenset([v]) if eqn.primitive.name in SLOW else reads
-        self._plain[v] = frozenset([v]) if is_stored else plain
-        self._direct[v] = frozenset([v]) if is_stored else direct
-        self._through[v] = reads if is_remade else frozenset([v])
-        if is_stored:
-            self._add([v], reads, position, frozenset() if self.is_cpu and v in self._flat else plain & reads)
+        reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
+        for v in eqn.outvars:
+            is_stored = v in self.stored
+            is_remade = not is_stored or (is_unary(eqn) and eqn.primitive.name not in SLOW)
+            self._remade[v] = frozenset([v]) if eqn.primitive.name in SLOW else reads
+            self._plain[v] = frozenset([v]) if is_stored else plain
+            self._direct[v] = frozenset([v]) if is_stored else direct
+            self._through[v] = reads if is_remade else frozenset([v])
+            if is_stored:
+                self._add([v], reads, position, frozenset() if self.is_cpu and v in self._flat else plain & reads)
 
     def _plain_roots(self, eqn: Any) -> frozenset[Any]:
         """The stored variables of the same shape that an elementwise equation reads element by element."""
@@ -252,23 +300,26 @@ class Lives:
 
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
-        eqn, sizes = self.eqns[position], tuple(_bytes(v) for v in made)
+        eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
         inner = inner_peak(eqn, self.is_cpu)
         is_late = self._elementwise[position] and all(
             self.base(a) in self.stored for a in eqn.invars if compat.is_var(a)
         )
-        self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late))
+        shape = made[0].aval.shape if self._elementwise[position] else None
+        if (axes := summed_columns(eqn)) is not None:
+            shape = eqn.invars[0].aval.shape
+        self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes))
 
     def _laid_out(self, position: int, eqn: Any) -> Iterable[Any]:
         """The buffers that a product reads: some of its operands are copied for it."""
         for place, atom in enumerate(eqn.invars):
             if not compat.is_var(atom):
                 continue
-            v = self.base(atom)
+            v = self._operand(eqn, self.base(atom))
             is_shared = len(self._readers[v]) > 1 or v not in self._remade
             if self.is_cpu and is_copied(eqn, place) and is_shared:
                 reads = self._remade.get(v, frozenset([v]))
-                self.kernels.append(Kernel(position, ((v, position),), reads, (_bytes(v),)))
+                self.kernels.append(Kernel(position, ((v, position),), reads, (array_bytes(v),)))
                 yield (v, position)
             else:
                 yield v
@@ -278,7 +329,7 @@ class Lives:
         if not self.is_cpu or not self._is_product(product) or math.prod(product.aval.shape) < LARGE:
             return frozenset()
         readers = sorted(self._readers.get(product, ()))
-        return frozenset((self.base(w), shape) for r in readers for w, shape in _spread_operands(self.eqns[r])
+        return frozenset((self.base(w), shape) for r in readers for w, shape in spread_operands(self.eqns[r])
                          if len(self._spread[self.base(w), shape]) > 1)  # fmt: skip
 
     def _spread_out(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
@@ -292,64 +343,9 @@ class Lives:
         return is_product and all(self._elementwise[p] for p in self._readers.get(v, ()))
 
 
-def is_view(eqn: Any) -> bool:
-    """Whether an equation makes no new values: its result lies where its operand lies."""
-    if eqn.primitive.name == "broadcast_in_dim":
-        a, v = eqn.invars[0], eqn.outvars[0]
-        return bool(compat.is_var(a)) and math.prod(a.aval.shape) == math.prod(v.aval.shape)
-    return eqn.primitive.name in VIEWS
-
-
-def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
-    """Whether an equation is fused with what reads its result."""
-    return eqn.primitive.name in PLAIN or not (
-        is_costly(eqn)
-        or is_reduction(eqn)
-        or any(not is_fusible(inner, is_cpu) for body in bodies_of(eqn) for inner in body.eqns)
-        or eqn.primitive.name in LOOPS
-        or len(eqn.outvars) != 1
-        or eqn.primitive.name.startswith("scatter")
-        or eqn.primitive.name in WINDOWS
-        or (eqn.primitive.name == "gather" and not is_cpu)
-    )
-
-
-def _is_dear(eqn: Any) -> bool:
-    """Whether an elementwise equation is not done again for each element of something larger."""
-    is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])
-    return is_quotient or eqn.primitive.name in SLOW
-
-
-def is_reduction(eqn: Any) -> bool:
-    """Whether an equation sums, or the like, over axes."""
-    return bool(eqn.primitive.name.startswith(REDUCTIONS))
-
-
-def is_copied(eqn: Any, place: int) -> bool:
-    """Whether a product or convolution reads a transposed copy: it does not read the operand as it lies."""
-    if eqn.primitive.name == "conv_general_dilated":
-        spec, ndim = eqn.params["dimension_numbers"][place], eqn.invars[place].aval.ndim
-        inner = tuple(range(1, ndim - 1)) if place == 0 else tuple(range(ndim - 2))
-        return tuple(spec) != ((0, ndim - 1, *inner) if place == 0 else (ndim - 1, ndim - 2, *inner))
-    if eqn.primitive.name != "dot_general":
-        return False
-    summed, batched = (axes[place] for axes in eqn.params["dimension_numbers"])
-    ndim, n = eqn.invars[place].aval.ndim, len(summed)
-    first = ndim - n if place == 0 else len(batched)
-    return n > 1 and tuple(summed) != tuple(range(first, first + n))
-
-
-def _flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """What a product reads or makes in two dimensions, whatever it has in the program."""
-    if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1][0]:
-        return []
-    return [v for v in (*ins, *eqn.outvars) if compat.is_var(v) and v.aval.ndim > 2]
-
-
-def is_unary(eqn: Any) -> bool:
-    """Whether an equation reads no more than one array of its result's size: to do it again reads nothing more."""
-    size = _bytes(eqn.outvars[0])
-    return sum(_bytes(a) >= size for a in set(filter(compat.is_var, eqn.invars))) <= 1
+def is_part(buffer: Any) -> bool:
+    """Whether a buffer holds a product in parts."""
+    return isinstance(buffer, tuple) and buffer[1] == PARTS
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:
@@ -362,15 +358,6 @@ def inner_peak(eqn: Any, is_cpu: bool) -> int:
         lives = Lives(body.eqns, (), outputs, {}, is_cpu)
         peaks.append(peak_bytes(schedule(lives.kernels, (), is_cpu), {}, lives.ends(), set()))
     return max(peaks)
-
-
-def _spread_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Operands of an elementwise equation that are spread over some of its result's axes, and the result's shape."""
-    if eqn.primitive.name == "broadcast_in_dim" or len(eqn.invars) < 2:
-        return []
-    shape = eqn.outvars[0].aval.shape
-    return [(a, shape) for a in eqn.invars if compat.is_var(a) and 1 < math.prod(a.aval.shape) < math.prod(shape)
-            and a.aval.ndim == len(shape)]  # fmt: skip
 
 
 def _literal(atom: Any) -> Any:
@@ -386,7 +373,3 @@ def _key(eqn: Any, ins: Sequence[Any]) -> Any:
     except TypeError:
         return None
     return key
-
-
-def _bytes(v: Any) -> int:
-    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0

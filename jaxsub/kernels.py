@@ -1,16 +1,17 @@
 """In what order a compiled program runs its kernels, and what stands in memory meanwhile.
 
 Kernels go in, each with the buffers that it makes and reads; the order and the most bytes that stand at one time come
-out. A CPU runs them breadth first: each as soon as what it reads is there, needed or not. A kernel may write over an
-operand of its own shape that dies there, and until an output is written its place hosts what fits.
+out. A CPU runs them breadth first: each as soon as what it reads is there, needed or not. A GPU's compiler tries
+several orders and takes the one that needs least. A kernel may write over an operand of its own shape that dies there,
+and until an output is written its place hosts what fits.
 
-Sources: OpenXLA, `BFScheduler` in `xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`, and
-`xla/service/buffer_assignment.cc`.
+Sources: OpenXLA, `BFScheduler`, `ListScheduler` and `DFSMemoryScheduler` in
+`xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`, and `xla/service/buffer_assignment.cc`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ class Kernel:
         inner_bytes: What it allocates for itself.
         over: Of what it reads, what it may write over: of the same shape, and read element by element.
         is_late: Whether a single elementwise equation is all of it: of what is ready at once, such come last.
+        shape: Of work that a GPU may do together with other work on arrays of that shape; `None` of other kernels.
+        axes: The axes it sums over; `None` where it sums over none.
+        each: Of kernels that are joined: for each buffer they make, what that one may be written over.
     """
 
     position: int
@@ -37,6 +41,9 @@ class Kernel:
     inner_bytes: int = 0
     over: frozenset[Any] = frozenset()
     is_late: bool = False
+    shape: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
+    each: tuple[frozenset[Any], ...] = ()
 
 
 def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> list[Kernel]:
@@ -84,6 +91,66 @@ def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
     return list(order.values())
 
 
+def greedy(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], free: set[Any]) -> list[Kernel]:
+    """The same kernels, of those that are ready always the one after which least stands.
+
+    Args:
+        kernels: The kernels, in an order in which each finds what it reads.
+        standing: Bytes of the buffers that stand at the start.
+        ends: Buffers that must stand at the end.
+        free: Buffers that stand anyway.
+    """
+    sizes = {**standing, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
+    makers = {b: i for i, k in enumerate(kernels) for b in k.makes}
+    uses = Counter(b for k in kernels for b in k.reads)
+    before = [{makers[b] for b in k.reads if b in makers} for k in kernels]
+    ready, order = [i for i, found in enumerate(before) if not found], []
+
+    def gain(i: int) -> int:
+        dies = (sizes.get(b, 0) for b in kernels[i].reads if uses[b] == 1 and b not in ends and b not in free)
+        return sum(dies) - sum(kernels[i].n_bytes)
+
+    while ready:
+        best = max(ready, key=gain)
+        ready.remove(best)
+        order.append(kernels[best])
+        uses.subtract(kernels[best].reads)
+        for i, found in enumerate(before):
+            if best in found:
+                found.remove(best)
+                if not found:
+                    ready.append(i)
+    return order
+
+
+def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kernel]:
+    """The same kernels, each behind what it reads: of that first what most else reads too, and what takes most to make.
+
+    Args:
+        kernels: The kernels, in an order in which each finds what it reads.
+        outputs: Buffers that must stand at the end, in order.
+    """
+    makers = {b: i for i, k in enumerate(kernels) for b in k.makes}
+    uses = Counter(b for k in kernels for b in k.reads)
+    weight, total = dict[int, tuple[int, int]](), 0
+    for i, kernel in enumerate(kernels):
+        before = [weight[j] for j in {makers[b] for b in kernel.reads if b in makers}]
+        total += sum(kernel.n_bytes)
+        users = max(0, sum(uses[b] for b in kernel.makes) - 1) + sum(users for users, _ in before)
+        weight[i] = (min(users, len(kernels)), min(total, sum(kernel.n_bytes) + sum(size for _, size in before)))
+    order: dict[int, Kernel] = {}
+    for last in (*(makers[b] for b in outputs if b in makers), *range(len(kernels))):
+        ahead = [last]
+        while ahead:
+            missing = {j for b in kernels[ahead[-1]].reads if (j := makers.get(b, -1)) >= 0 and j not in order}
+            if missing:
+                ahead.append(max(missing, key=lambda j: (weight[j], -j)))
+            else:
+                done = ahead.pop()
+                order[done] = kernels[done]
+    return list(order.values())
+
+
 def peak_bytes(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], free: set[Any],
                written: Iterable[Any] = ()) -> int:  # fmt: skip
     """The most bytes that stand at one time.
@@ -111,11 +178,22 @@ def peak_bytes(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[An
     for i, kernel in enumerate(kernels):
         size = sum(sizes[b] for b in kernel.makes)
         dies = [sizes.get(b, 0) for b in dying.get(i, ())]
-        over = [sizes.get(b, 0) for b in dying.get(i, ()) if b in kernel.over]
-        reused = size if any(0 < size <= d for d in over) else 0
+        reused = _reused(kernel, sizes, dying.get(i, ()))
         peak = max(peak, live + size - reused + kernel.inner_bytes)
         live += size - sum(dies)
     return peak
+
+
+def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
+    """Bytes that a kernel writes over what dies in it."""
+    left, reused = set(dying), 0
+    pairs = [(sizes[b], over) for b, over in zip(kernel.makes, kernel.each, strict=False)]
+    for size, over in pairs or [(sum(sizes[b] for b in kernel.makes), kernel.over)]:
+        fitting = [b for b in left & over if 0 < size <= sizes.get(b, 0)]
+        if fitting:
+            left.remove(min(fitting, key=lambda b: sizes[b]))
+            reused += size
+    return reused
 
 
 def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], places: Sequence[tuple[int, int]]) -> list[Any]:

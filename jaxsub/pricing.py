@@ -206,7 +206,7 @@ class Pricer:
     def _spent(self, runs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, ...]]:
         free = [run for run in runs if not self._is_pinned(*run)]
         traced = {run: self._run(*run) for run in free}
-        return spent_inputs(self.program.graph, runs, traced, is_cpu=self._is_cpu)
+        return spent_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
 
     @property
     def _is_cpu(self) -> bool:
@@ -253,7 +253,7 @@ class Pricer:
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),
-            max(0, keep - gone - sum(sizes)) if is_split and not is_last else 0,
+            0 if self._is_cpu or is_last else max(0, keep - gone - sum(sizes)),
             0 if self._is_cpu else operand_bytes(graph, start, stop),
             turning_bytes(graph, self._cuts, self._bytes, transient) if is_split and is_last else 0,
             ahead,
@@ -262,7 +262,7 @@ class Pricer:
     def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
         key = self._kind(start, stop), most_bytes
         if key not in self._sizes:
-            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, is_cpu=self._is_cpu)
+            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, gpu=self.target.gpu)
         return self._sizes[key]
 
     def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
@@ -349,7 +349,7 @@ class Pricer:
         """What a backward pass allocates by counting, once for all runs of a kind."""
         key = self._kind(start, stop), saved
         if key not in self._counted:
-            self._counted[key] = analytic.backward_bytes(self._run(start, stop)[0], saved, is_cpu=self._is_cpu)
+            self._counted[key] = analytic.backward_bytes(self._run(start, stop)[0], saved, gpu=self.target.gpu)
         return self._counted[key]
 
     def _scale(self, start: int, stop: int) -> float:
@@ -369,7 +369,7 @@ class Pricer:
         if what == "backward":
             return self._backward_bytes(start, stop, saved)
         at_once = what == "last" and self.program.loss is not None
-        return analytic.counted(what, self._run(start, stop)[0], saved, at_once=at_once, is_cpu=self._is_cpu)
+        return analytic.counted(what, self._run(start, stop)[0], saved, at_once=at_once, gpu=self.target.gpu)
 
     def _key(self, what: str, start: int, stop: int, saved: Saved) -> Any:
         return what, self._kind(start, stop), saved

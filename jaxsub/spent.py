@@ -14,13 +14,14 @@ from jaxsub import compat
 from jaxsub.analytic import unread_inputs
 from jaxsub.graph import Graph
 from jaxsub.options import Choice, TracedRun
+from jaxsub.targets import Target
 
 Stretch = tuple[int, int]
 Traced = tuple[TracedRun, tuple[Choice, ...]]
 
 
 def spent_inputs(
-    graph: Graph, runs: Sequence[Stretch], traced: Mapping[Stretch, Traced], *, is_cpu: bool = True
+    graph: Graph, runs: Sequence[Stretch], traced: Mapping[Stretch, Traced], *, gpu: Target | None = None
 ) -> dict[Stretch, tuple[int, ...]]:
     """Find the inputs of stages that neither they nor the stages that make them are likely to read again.
 
@@ -28,14 +29,14 @@ def spent_inputs(
         graph: The program.
         runs: The first node of each stage and the node after its last, in order.
         traced: The stages that may be recomputed, with what they may save; those alike may share one trace.
-        is_cpu: Whether to compile for a CPU rather than a GPU.
+        gpu: The GPU to compile for; `None` for a CPU.
 
     Returns:
         For each such stage, positions among what it reads: activations that no other stage reads, that
         the program does not return, and that the stage which makes them neither reads again nor saves.
     """
     starts = [start for start, _ in runs]
-    unread = {id(t): unread_inputs(t, is_cpu=is_cpu) for t in {id(t): t for t, _ in traced.values()}.values()}
+    unread = {id(t): unread_inputs(t, gpu=gpu) for t in {id(t): t for t, _ in traced.values()}.values()}
     found = {}
     for run in traced:
         made = graph.made_by(*run).start

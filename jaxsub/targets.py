@@ -49,6 +49,8 @@ class Target:
             f32 at XLA's default precision); empty where there are none.
         pcie_bytes_per_second: Bandwidth between one device and the host, in one direction.
         n_devices: How many devices a program is spread over.
+        n_cores: Streaming multiprocessors of one device; 0 of what is no GPU.
+        capability: Its compute capability.
         spec: XLA's description of a GPU that is not there, as a text proto; `None` for a device that is there.
         device: The device, if it is there.
         origin: Where the figures come from: `datasheet`, `spec` (computed from it) or `nominal` (a guess: of a CPU,
@@ -65,6 +67,8 @@ class Target:
     tensor_flops_per_second: Rates = ()
     pcie_bytes_per_second: float = 16e9
     n_devices: int = 1
+    n_cores: int = 0
+    capability: tuple[int, int] = (0, 0)
     spec: str | None = None
     device: jax.Device | None = None
     origin: str = "datasheet"
@@ -74,6 +78,11 @@ class Target:
     def is_present(self) -> bool:
         """Whether the device is there; if not, programs can be compiled for it but not run."""
         return self.spec is None
+
+    @property
+    def gpu(self) -> Target | None:
+        """The target where it is no CPU."""
+        return None if self.platform == "cpu" else self
 
     def rate(self, dtype: str, *, is_matmul: bool) -> float:
         """FLOPs per second for a dtype.
@@ -243,7 +252,8 @@ def read_spec(path: Path) -> Target:
     if missing := [name for name in needed if name not in fields]:
         raise ValueError(f"{path} is no description of a GPU that XLA can compile for: it lacks {', '.join(missing)}")
     capability = re.search(r"cuda_compute_capability\s*\{\s*major\s*:\s*(\d+)(?:\s*minor\s*:\s*(\d+))?", text)
-    per_clock = TENSOR_FLOPS_PER_CLOCK.get((int(capability[1]), int(capability[2] or 0)) if capability else (0, 0), {})
+    version = (int(capability[1]), int(capability[2] or 0)) if capability else (0, 0)
+    per_clock = TENSOR_FLOPS_PER_CLOCK.get(version, {})
     clocks = float(fields["core_count"]) * float(fields["clock_rate_ghz"]) * 1e9
     described = re.search(r'device_description_str\s*:\s*"([^"]+)"', text)
     share = 0.5 if described and "GeForce" in described[1] else 1.0
@@ -254,6 +264,8 @@ def read_spec(path: Path) -> Target:
         bytes_per_second=float(fields["memory_bandwidth"]),
         flops_per_second=(("float32", 2 * clocks * float(fields["fpus_per_core"])),),
         tensor_flops_per_second=tuple((dtype, share * clocks * flops) for dtype, flops in per_clock.items()),
+        n_cores=int(float(fields["core_count"])),
+        capability=version,
         spec=text,
         origin="spec",
     )
@@ -277,6 +289,8 @@ def _figures(name: str, gpu: _Gpu) -> Target:
         flops_per_second=tuple((dtype, tera * 1e12) for dtype, tera in gpu.vector.items()),
         tensor_flops_per_second=tuple((dtype, tera * 1e12) for dtype, tera in gpu.tensor.items()),
         pcie_bytes_per_second=gpu.pcie_gb_per_second * 1e9,
+        n_cores=gpu.n_cores,
+        capability=gpu.capability,
     )
 
 
