@@ -124,9 +124,10 @@ def fit(
     if plain.measurement is not None and plain.measurement.temp_bytes <= budget_bytes:
         return finish(verifier.program, plain.replace(plain_measurement=plain.measurement), budget)
     search = _Search(verifier, planner, budget_bytes)
-    for offer in promising(verifier.pricer, planner, budget_bytes, cut_choices):
+    *others, own = promising(verifier.pricer, planner, budget_bytes, cut_choices)
+    for offer in (*others, own):  # of others' plans one is compiled: where none fits, the rest are for its own
         search.budget_bytes = offer.budget_bytes
-        if search.run(offer.cuts, MOST_COMPILES - LEASTS):
+        if search.run(offer.cuts, MOST_COMPILES - LEASTS if offer is own else verifier.compiles + 1):
             break
     search.budget_bytes = budget_bytes
     if search.best is not None:

@@ -162,6 +162,8 @@ def test_a_budget_too_small_for_a_way_to_cut_executes_no_less_again(monkeypatch)
     """It is planned on another way to cut; a larger one that the first way fits executes no more than that."""
     ways = ((0.9, 0.9, 0.3), (1.2, 1.2, 0.1)), ((0.6, 0.6, 0.5), (0.8, 0.8, 0.2))
     assert [fitted(monkeypatch, share, *ways)[1] for share in (0.7, 0.8, 0.9, 1.0, 1.2)] == [0.5, 0.2, 0.2, 0.2, 0.1]
+    mispredicted = ways[0], tuple((p, p + 0.7, 0.3 - p / 10) for p in (0.5, 0.6, 0.7, 0.8))
+    assert fitted(monkeypatch, 1.0, *mispredicted)[1:] == (0.3, 3)
     long = [(k, *range(100, 101 + FEW_STAGES)) for k in range(2)]
     assert fitted(monkeypatch, 0.9, *ways, cuts=long)[1] == 0.3
 
