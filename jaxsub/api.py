@@ -85,6 +85,8 @@ class Sublinear:
                 if self.settings.in_shardings is not None:
                     program = self._spread(program, dynamic_args, dynamic_kwargs)
             plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
+            target = trial.target if trial is not None and self.settings.target is None else self.settings.target
+            program = replace(program, platform=get_target(target).platform)
         run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
             self._programs[key] = program

@@ -89,6 +89,7 @@ class Pricer:
     def __post_init__(self) -> None:
         if self.offload:
             require_memory(self.target, self.offload)
+        self.program = replace(self.program, platform=self.target.platform)
         self._asker = Asker(self.target, self.store, self.progress, self.workers)
         self._loops = frozenset(find_nested(self.program))
         self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)

@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub import compat
+from jaxsub.graph import Value
 from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
 from jaxsub.program import Program
+from jaxsub.targets import is_gpu
 from jaxsub.turning import turning_function
 
 BALLAST_BYTES = 2**31
@@ -243,9 +245,16 @@ def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], s
     earlier = iter(jax.lax.optimization_barrier(tuple(sums)) if sums else ())
     gradients = [next(earlier) + g if sums and i in function.joined else g
                  for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
-    gradients = jax.lax.optimization_barrier(tuple(gradients))
     values = [program.graph.values[function.reads[i]] for i in function.differentiated]
+    gradients = _held(gradients, values) if is_gpu(program.platform) else jax.lax.optimization_barrier(tuple(gradients))
     is_out = [v.producer is None and (not is_summed or v.index in apart) for v in values]
     weights = [g for g, goes_out in zip(gradients, is_out, strict=True) if goes_out]
     others = [g for g, goes_out in zip(gradients, is_out, strict=True) if not goes_out]
     return weights, sum((jnp.sum(g).real.astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))
+
+
+def _held(gradients: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    """Gradients behind one barrier in the order of plans for GPUs: of weights that are read last first, then others."""
+    order = sorted(range(len(values)), key=lambda i: (0, -i) if values[i].producer is None else (1, -values[i].index))
+    held = dict(zip(order, jax.lax.optimization_barrier(tuple(gradients[i] for i in order)), strict=True))
+    return [held[i] for i in range(len(values))]

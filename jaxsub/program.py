@@ -52,6 +52,7 @@ class Program:
         graph: The same program by index.
         traced: The jaxpr it comes from, for its debug information.
         shardings: Where each input lies; empty where all lies on one device.
+        platform: What it is compiled for, such as `cuda`; empty where nobody has said.
     """
 
     eqns: tuple[Any, ...]
@@ -65,6 +66,7 @@ class Program:
     graph: Graph
     traced: Any
     shardings: Shardings = ()
+    platform: str = ""
 
     @property
     def fingerprint(self) -> str:

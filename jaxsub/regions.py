@@ -11,6 +11,10 @@ uses: `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties
 far, to the activations' cotangents, so the compiler cannot put off finishing it. In a nest a value is fenced only where
 an item of that nest at or after the barrier reads it, or the nest returns it; the nest returns weights that are used
 after it too, so that each contribution joins the running sum at once.
+
+For a GPU the weights stand in front of the activations, those read last first: their gradients are made first. XLA's
+scheduler takes what a barrier waits for in order, and asked for activations' cotangents first, it leaves gradients that
+nothing else waits for until last; what they are products of stands until then.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
 from jaxsub.results import is_known_by_result, tagged
+from jaxsub.targets import is_gpu
 from jaxsub.ways import Segment, walk
 
 Env = dict[int, Any]
@@ -113,7 +118,9 @@ class _Emitter:
                 crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
                 weights = self._weights_read(piece)
                 fenced.update(weights)
-                steps.append(_barrier((*crossing, *(w for w in weights if w not in crossing))))
+                weights = [w for w in weights if w not in crossing]
+                last_first = (*weights[::-1], *reversed(crossing))
+                steps.append(_barrier(last_first if is_gpu(self.program.platform) else (*crossing, *weights)))
             if segment is None:
                 steps.append(self._slice(piece))
             else:

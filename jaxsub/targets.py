@@ -238,6 +238,16 @@ def get_target(target: str | os.PathLike[str] | jax.Device | Target | None = Non
     raise ValueError(f"there is no target {target!r}. {_forms()}")
 
 
+def is_gpu(platform: str) -> bool:
+    """Whether JAX's name of a platform is one of GPUs.
+
+    Example:
+        >>> is_gpu("cuda"), is_gpu("cpu")
+        (True, False)
+    """
+    return platform in ("cuda", "rocm", "gpu")
+
+
 def read_spec(path: Path) -> Target:
     """Read a target from XLA's text description of a GPU (a `GpuTargetConfigProto`).
 

@@ -1,5 +1,7 @@
 """From a plan back to a function: regions, names, barriers, what is shared, and what is refused."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,17 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jaxsub
-from jaxsub import compat
+from jaxsub import compat, sites
 from jaxsub.emit import emit, keep_out
 from jaxsub.errors import PlannerError
 from jaxsub.flops import bodies_of
+from jaxsub.loops.rewrite import body_program, branch_programs
+from jaxsub.loops.rotate import rotated
+from jaxsub.loops.unroll import unrolled
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
 from jaxsub.stages import find_crossings
+from jaxsub.targets import get_target
 
 W, X = jnp.eye(4) * 0.9, jnp.ones((3, 4))
 
@@ -239,3 +245,48 @@ def test_saved_values_that_would_be_ignored_are_refused(segment, barriers, words
     program = trace(loss, [jnp.eye(2), jnp.ones((3, 2))], {})
     with pytest.raises(PlannerError, match=words):
         emit(program, Plan(program.fingerprint, Budget(), len(program.eqns), (segment,), barriers))
+
+
+def narrowing(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def fenced_shapes(jaxpr):
+    """Shapes of what the barriers of a jaxpr hold, calls and regions looked into."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            yield [v.aval.shape for v in eqn.invars]
+        for body in bodies_of(eqn):
+            yield from fenced_shapes(body)
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["function", "step"])
+@pytest.mark.parametrize(("target", "shapes"), [("h100", [(6, 5), (7, 6), (3, 7)]), ("cpu", [(3, 7), (7, 6), (6, 5)])])
+def test_barriers_for_gpus_hold_first_what_is_made_first(target, shapes, is_step):
+    """The weight that is read last first, activations behind: whatever names the GPU, the function or a whole step."""
+    ws, x = [jnp.ones((8 - i, 7 - i)) for i in range(3)], jnp.ones((3, 8))
+    program = trace(narrowing, (ws, x), {}, argnums=0)
+    second = next(n.index for n in program.graph.nodes if 1 in n.inputs)
+    plan = plan_of(program, barriers=[second])
+    run = jaxsub.sublinear(narrowing, plan=plan, target=None if is_step else target, verify=False)
+    if is_step:
+        run = sites.tried(run, sites.Trial(get_target(target)))
+    assert list(fenced_shapes(jax.make_jaxpr(run)(ws, x))) == [shapes]
+
+
+def test_barriers_in_loops_stand_in_the_order_of_the_program():
+    """What is known of the device is known of a loop's body too, of its steps written out, and of branches."""
+    shapes = [jax.ShapeDtypeStruct((4, 2, 5, 5), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)]
+
+    def loss(ws, x):
+        x = lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]), None), x, ws)[0]
+        return jnp.sum(lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x))
+
+    program = replace(trace(loss, shapes, {}, argnums=0), platform="cuda")
+    nodes = {n.primitive: n.index for n in program.graph.nodes}
+    body = body_program(program, nodes["scan"])
+    derived = (body, unrolled(body, 0, 1, 4, reverse=False), rotated(body, 0, 1, 1).body,
+               *branch_programs(program, nodes["cond"]))  # fmt: skip
+    assert [p.platform for p in derived] == ["cuda"] * 5

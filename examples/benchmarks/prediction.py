@@ -95,7 +95,7 @@ def measure(name: str, is_toy: bool, target_name: str, costs: str, budget: str, 
     program, target, planner = program_of(name, is_toy), get_target(target_name), get("auto")
     cuts = cuts_of(program)[0]
     pricer = pricer_of(name, is_toy, target, costs, store).anew()
-    plan = get("plain")(pricer.chain(cuts), None)
+    program, plan = pricer.program, get("plain")(pricer.chain(cuts), None)
     if budget != "plain":
         plain_bytes = compiled_bytes(program, plan, target, store)[0]
         plan = settle(pricer, cuts, planner, 1 if budget == "least" else math.floor(float(budget) * plain_bytes))

@@ -70,7 +70,8 @@ def body_program(program: Program, node: int) -> Program:
     active[n_consts : n_consts + n_carry] = [True] * n_carry
     positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
     names = ["const"] * len(invars)
-    return program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
+    body = program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
+    return replace(body, platform=program.platform)
 
 
 def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
@@ -78,7 +79,8 @@ def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
     eqn, graph = program.eqns[node], program.graph
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
-    return tuple(_branch_program(branch, active) for branch in eqn.params["branches"])
+    branches = (_branch_program(branch, active) for branch in eqn.params["branches"])
+    return tuple(replace(branch, platform=program.platform) for branch in branches)
 
 
 def _branch_program(branch: Any, active: Sequence[bool]) -> Program:

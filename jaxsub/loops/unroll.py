@@ -11,6 +11,7 @@ Source: Griewank and Walther, *Revolve* (2000): the best lengths between checkpo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -62,6 +63,6 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
     closed = jax.make_jaxpr(steps)(*[v.aval for v in alone], *stacks)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     positions = {len(consts) + i for i in body.differentiated}
-    return program_of(
-        eqns, invars, outvars, [*consts, *body.consts], positions, None, None, ["const"] * len(invars), closed
-    )
+    names = ["const"] * len(invars)
+    written = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)
+    return replace(written, platform=body.platform)
