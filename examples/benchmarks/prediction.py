@@ -38,7 +38,7 @@ from jaxsub.pricing import Pricer
 from jaxsub.program import Program, trace
 from jaxsub.repair import settle
 from jaxsub.schedule import read_timeline
-from jaxsub.store import Store, key_of
+from jaxsub.store import Store, code_digest, key_of
 from jaxsub.targets import Target, get_target
 from jaxsub.verify import gradient
 
@@ -106,7 +106,7 @@ def measure(name: str, is_toy: bool, target_name: str, costs: str, budget: str, 
 
 def compiled_bytes(program: Program, plan: Plan, target: Target, store: Store) -> tuple[int, int]:
     """What the compiler allocates for a plan's gradient, and the most of it that is in use at one time."""
-    key = key_of("occupied", target.name, target.spec or "", program.fingerprint,
+    key = key_of("occupied", code_digest(), target.name, target.spec or "", program.fingerprint,
                  repr((plan.segments, plan.barriers, plan.loops)))  # fmt: skip
     if (known := store.get(key)) is None:
         compile_plan = _present if target.is_present else _absent
