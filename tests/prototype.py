@@ -26,8 +26,8 @@ ON_THE_HULL = {
     ("resnet198", "cpu", 0.25): 0.965 / 0.972,
 }
 """Cells that are compared with the hull of what is written by hand. There it is made of each block with
-`dots_saveable`, or with its convolutions saved; that had .982 and .958 of the plain FLOPs of the prototype's networks and
-has .992 and .969 of ours, and with the convolutions saved needs .268 of the plain memory, not .258."""
+`dots_saveable`, or with its convolutions saved; that had .982 and .958 of the plain FLOPs of the prototype's networks
+and has .992 and .969 of ours, and with the convolutions saved needs .268 of the plain memory, not .258."""
 
 MATCHED, BEATEN = 1.005, 0.99
 """A plan with so much of the prototype's FLOPs is as good; with so little it is better."""
