@@ -23,7 +23,7 @@ from jaxsub.errors import JaxsubError, UnsupportedError
 from jaxsub.offload import KINDS
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
-from jaxsub.planners.held import Held
+from jaxsub.planners.held import Held, solves_all
 from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
@@ -109,7 +109,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile, offload=settings.offload)
         verifier = verifying.Verifier(pricer)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
+        found = get(settings.planner)
+        planner = Bounded(wishing(program, once(program, Held(found)), wishes), is_quick=solves_all(found))
         cuts = cuts_of(program)
         lying = program.avals(), program.shardings, program.differentiated
         pricer.share, pricer.gathered = data_share(*lying), gathered_bytes(*lying)

@@ -318,11 +318,12 @@ def _of_smaller(
 ) -> list[Offer]:
     """What a budget too small for a way is offered on others, where that executes less again; a list of one offer.
 
-    It is counted first, and asked of the compiler only where counting does not rule it out.
+    It is counted first, and asked of the compiler only where counting does not rule it out. A planner that takes long
+    for every budget says so, and is not asked.
     """
     others = [other for other in others if max(len(other), len(cuts)) <= FEW_STAGES + 1]
     found: list[Offer] = []
-    if own.again > NOTHING and others:
+    if own.again > NOTHING and others and getattr(planner, "is_quick", True):
         for of, room in [(pricer.anew(is_counted=True), COUNTING)] * pricer.is_compiled + [(pricer, 0.0)]:
             below = int(_too_small(of.anew(), planner, cuts, own.budget_bytes) * (1 + room))
             found = [f for f in promising(of, planner, below, others)[:1] if f.again < own.again] if below else []

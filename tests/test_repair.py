@@ -100,7 +100,7 @@ def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again,
     assert table.said == told * (compiles == 3)
 
 
-def fitted(monkeypatch, n_bytes, *ways, cuts=None):
+def fitted(monkeypatch, n_bytes, *ways, cuts=None, is_quick=True):
     """The share of the budget needed, what is executed again, and the compiles: of a program cut in several ways.
 
     Each way is a table of its own, its least plan first; a refusal says the least that it names.
@@ -117,6 +117,7 @@ def fitted(monkeypatch, n_bytes, *ways, cuts=None):
         number = table.rows.index(chain.rows[plan.segments[0].stop - 1])
         return plan.replace(segments=(Segment(0, number + 1),))
 
+    planner.is_quick = is_quick
     choices = cuts or [(k, 99) for k in range(len(ways))]
     try:
         found = repair.fit(table, planner, Budget(), int(n_bytes * BUDGET), choices)
@@ -164,6 +165,7 @@ def test_a_budget_too_small_for_a_way_to_cut_executes_no_less_again(monkeypatch)
     assert [fitted(monkeypatch, share, *ways)[1] for share in (0.7, 0.8, 0.9, 1.0, 1.2)] == [0.5, 0.2, 0.2, 0.2, 0.1]
     mispredicted = ways[0], tuple((p, p + 0.7, 0.3 - p / 10) for p in (0.5, 0.6, 0.7, 0.8))
     assert fitted(monkeypatch, 1.0, *mispredicted)[1:] == (0.3, 3)
+    assert fitted(monkeypatch, 1.0, *ways, is_quick=False)[1] == 0.3
     long = [(k, *range(100, 101 + FEW_STAGES)) for k in range(2)]
     assert fitted(monkeypatch, 0.9, *ways, cuts=long)[1] == 0.3
 

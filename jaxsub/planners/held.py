@@ -17,6 +17,11 @@ from jaxsub.plan import Plan
 Answer = Callable[[int | None], Plan]
 
 
+def solves_all(planner: Callable[[Chain, int | None], Plan]) -> bool:
+    """Whether a planner works out all budgets of a chain at once."""
+    return hasattr(planner, "solved")
+
+
 def solved(planner: Callable[[Chain, int | None], Plan], chain: Chain) -> Answer:
     """A planner's plans of one chain, as a function of the budget in bytes."""
     own: Callable[[Chain], Answer] | None = getattr(planner, "solved", None)
