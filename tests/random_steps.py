@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax, random
 from zoo import smooth_abs
 
+from jaxsub import compat
+
 N = 4
 KEY = random.key(0)
 
@@ -182,7 +184,7 @@ UNARY = (
     lambda x: jnp.tril(x) - jnp.triu(x, 1),
     lambda x: x * jax.nn.one_hot(jnp.argmax(x, 1), N),
     lambda x: jax.vmap(jnp.flip)(x),
-    lambda x: jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "mine"),
+    lambda x: compat.checkpoint_name(jnp.sin(x), "mine"),  # with jax_remat3, JAX before 0.11 cannot map its own
     lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.sin(x + i), x),
     lambda x: lax.map(lambda r: r * jnp.sum(r), x),
     lambda x: lax.associative_scan(jnp.add, x) / N,

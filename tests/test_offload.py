@@ -101,10 +101,10 @@ def test_results_wait_for_the_copies():
     )
 
     def region(x):
-        return (jnp.sin(jax.ad_checkpoint.checkpoint_name(x * x, "y")),)
+        return (jnp.sin(compat.checkpoint_name(x * x, "y")),)
 
     for policy_used, n_fenced in ((policy, 2), (None, 0)):
-        fun = settled(jax.checkpoint(region, policy=policy_used))
+        fun = settled(compat.checkpoint(region, policy=policy_used))
         eqns = jax.make_jaxpr(lambda x, fun=fun: jax.vjp(fun, x))(X).eqns
         fences = [e for e in eqns if e.primitive.name == "optimization_barrier"]
         assert [len(e.invars) for e in fences] == ([n_fenced] if n_fenced else [])
