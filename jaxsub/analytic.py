@@ -63,7 +63,7 @@ def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], stan
         return peak_bytes(order, standing, ends, free, written)
     outputs = [lives.base(v) for v in (*traced.backward_outputs, *lives.outputs) if compat.is_var(v)]
     ends -= _added(traced, lives)
-    kernels = joined(kernels, lives.given, outputs)
+    kernels = joined(kernels, map(lives.base, lives.given), outputs)
     orders = [kernels, made_late(kernels, n_late), depth_first(kernels, outputs)]
     orders.append(greedy(kernels, standing, ends, free - written))
     return min(peak_bytes(order, standing, ends, free, written) for order in orders)

@@ -77,13 +77,14 @@ def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
         n: How many equations may wait.
     """
     makers = {buffer: kernel for kernel in kernels for buffer in kernel.makes if kernel.position < n}
+    rank = {id(kernel): i for i, kernel in enumerate(kernels)}
     order: dict[int, Kernel] = {}
     for kernel in kernels:
         ahead = [kernel] if kernel.position >= n else []
         while ahead:
             missing = [m for b in ahead[-1].reads if (m := makers.get(b)) is not None and id(m) not in order]
             if missing:
-                ahead.append(min(missing, key=lambda m: m.position))
+                ahead.append(min(missing, key=lambda m: (m.position, rank[id(m)])))
             else:
                 done = ahead.pop()
                 order[id(done)] = done
@@ -199,7 +200,7 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
 def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], places: Sequence[tuple[int, int]]) -> list[Any]:
     """The buffers, largest first, that lie in places of outputs before those are written."""
     taken: list[list[tuple[int, int]]] = [[] for _ in places]
-    order, found = sorted(range(len(places)), key=lambda p: places[p][0]), []
+    order, found = sorted(range(len(places)), key=lambda p: places[p]), []
     for b in sorted(spans, key=lambda b: (-sizes[b], spans[b])):
         start, stop = spans[b]
         for p in order if sizes[b] else ():

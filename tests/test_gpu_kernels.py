@@ -152,3 +152,15 @@ def test_parts_are_kept_in_place_of_a_product():
     args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 512), (512, 256)))
     run = trace_run(trace(lambda x, w: jnp.sum(jnp.sin(x @ w)), args, {}), 0, 2)
     assert [kept_bytes(run, gpu=gpu) for gpu in (None, H100)] == [256 * 256 * 4, 8 * 256 * 256 * 4]
+
+
+@pytest.mark.parametrize("written", [["late", "early"], ["early", "late"]], ids=["late first", "early first"])
+def test_counting_goes_the_same_way_each_time(written):
+    """Of places alike that which is written first hosts, whatever their hashes: prices are alike in every process."""
+    order = [
+        Kernel(0, ("held",), frozenset(), (8,)),
+        Kernel(1, ("long",), frozenset(["held"]), (8,)),
+        Kernel(2, ("early",), frozenset(["long"]), (8,)),
+        Kernel(3, ("late",), frozenset(), (8,)),
+    ]
+    assert peak_bytes(order, {}, {"late", "early"}, {"late", "early"}, written) == 0
