@@ -155,10 +155,9 @@ def prototype(name: str, target: str, budget: float, hull: float | None) -> floa
     return PROTOTYPE.get((name, target), {}).get(budget)
 
 
-def judge(place: tuple[str, str, float], point: Point, hull: float | None) -> Judged:
-    """Hold a plan's point, at a network, target and budget, against the hull there and the prototype."""
-    name, target, budget = place
-    key, (x, y), floor = f"{name}/{target}/{budget}", point, prototype(name, target, budget, hull)
+def judge(key: str, budget: float, point: Point, hull: float | None, floor: float | None) -> Judged:
+    """Hold a plan's point at a budget against the hull's FLOPs there and the prototype's."""
+    x, y = point
     of_hull, of_prototype = (y / f if f else None for f in (hull, floor))
     is_above, is_behind = (of_hull or 0) > 1 + TOLERANCE, (of_prototype or 0) > MATCHED
     line = f"  budget {budget:.4f}  {x:.4f} @ {y:.4f}  "
@@ -170,8 +169,8 @@ def judge(place: tuple[str, str, float], point: Point, hull: float | None) -> Ju
     return Judged(line.rstrip() + mark, tuple(broken), of_hull, of_prototype)
 
 
-def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[Judged]]:
-    """A network's hand-made points in lines, and its plans, judged."""
+def table(name: str, target: str, stored: Measured, size: str) -> tuple[list[str], list[Judged]]:
+    """A network's hand-made points in lines, and its plans, judged; the prototype's are of full size."""
     start = f"{name}/{target}/"
     found = {key.removeprefix(start): figures for key, figures in stored.items() if key.startswith(start)}
     if "plain" not in found:
@@ -194,7 +193,9 @@ def table(name: str, target: str, stored: Measured) -> tuple[list[str], list[Jud
             is_broken = budget >= asked - 1e-4
             judged.append(Judged(f"  budget {budget:.4f}  refused: the least is {least:.4f}", (said,) * is_broken))
             continue
-        entry = judge((name, target, budget), share(figures), height(corners, budget))
+        hull = height(corners, budget)
+        floor = prototype(name, target, budget, hull) if size == "full" else None
+        entry = judge(f"{start}{budget}", budget, share(figures), hull, floor)
         over = over_budget(f"{start}{budget}", figures["bytes"], budget * plain["bytes"])
         judged.append(replace(entry, broken=(*over, *entry.broken)))
     return [*lines, *(entry.line for entry in judged)], judged
@@ -204,11 +205,14 @@ def summary(judged: list[Judged]) -> str:
     """How many plans keep to what they are held against."""
     hull = [entry.of_hull for entry in judged if entry.of_hull]
     floor = [entry.of_prototype for entry in judged if entry.of_prototype]
-    return (
+    said = (
         f"{sum(y <= 1 + TOLERANCE for y in hull)} of {len(hull)} plans are on or below the hull, "
-        f"{len(judged) - len(hull)} where nothing by hand needs as little; {sum(y <= MATCHED for y in floor)} of "
-        f"{len(floor)} match the prototype's FLOPs, {sum(y <= BEATEN for y in floor)} are a percent below them or more"
+        f"{len(judged) - len(hull)} where nothing by hand needs as little"
     )
+    return said + (
+        f"; {sum(y <= MATCHED for y in floor)} of {len(floor)} match the prototype's FLOPs, "
+        f"{sum(y <= BEATEN for y in floor)} are a percent below them or more"
+    ) * bool(floor)
 
 
 def options() -> argparse.Namespace:
@@ -244,7 +248,7 @@ def main() -> None:
                 cells = list(plan_cells(name, target, size, budgets, hand))
                 fill(path, cells, chosen.minutes - (time.monotonic() - begun) / 60)
     stored = load(path)
-    tables = [table(name, target, stored) for name in blocks for target in ("cpu", "h200")]
+    tables = [table(name, target, stored, size) for name in blocks for target in ("cpu", "h200")]
     judged = [entry for _, entries in tables for entry in entries]
     text = "\n\n".join(["\n".join(lines) for lines, _ in tables if lines] + [summary(judged)])
     broken = [sentence for entry in judged for sentence in entry.broken]
