@@ -386,9 +386,8 @@ def test_optimal_is_near_milp_on_whole_networks():
 def test_optimal_is_mostly_near_every_schedule_on_whole_networks():
     """On whole networks of the zoo, toys too, schedules that are no regions in each other are seldom 5 % better.
 
-    At 12 of 110 budgets one was, 8 of them a tenth of the way from the least to plain: there a stage is executed again
-    from values that no nest may hold alone.
+    At 6 of 110 budgets one was: there a stage is executed again from values that no nest may hold alone.
     """
     over = [share for model in zoo.MODELS for share in over_milp(network(model), seconds=5)]
     assert statistics.median(over) < 1e-6
-    assert sum(share > 0.05 for share in over) <= 0.11 * len(over)
+    assert sum(share > 0.05 for share in over) <= 0.08 * len(over)
