@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax.ad_checkpoint import checkpoint_name as named
+from jax.ad_checkpoint import checkpoint_name as jax_checkpoint_name
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -85,9 +85,10 @@ def remat_flavour(version: str = jax.__version__) -> str:
 
 
 def _of_our_flavour() -> contextlib.AbstractContextManager[Any]:
-    """Where regions and names are made: the older `jax.checkpoint` where `remat_flavour` says so, whatever the flag."""
-    flag = getattr(jax_config, "remat3", None)
-    return flag(False) if flag is not None and remat_flavour() == "remat2" else contextlib.nullcontext()
+    """Where regions and names are made: the flag is turned off where it is on and `remat_flavour` is the older one."""
+    is_other = getattr(jax.config, "jax_remat3", False) and remat_flavour() == "remat2"
+    flag = getattr(jax_config, "remat3", None) if is_other else None
+    return flag(False) if flag is not None else contextlib.nullcontext()
 
 
 def checkpoint(fun: Callable[..., Any], *, policy: Any = None, prevent_cse: bool = True) -> Callable[..., Any]:
@@ -99,7 +100,7 @@ def checkpoint(fun: Callable[..., Any], *, policy: Any = None, prevent_cse: bool
 def checkpoint_name(x: Any, name: str) -> Any:
     """`jax.ad_checkpoint.checkpoint_name` of our flavour."""
     with _of_our_flavour():
-        return named(x, name)
+        return jax_checkpoint_name(x, name)
 
 
 def ignores_policies() -> bool:
@@ -125,7 +126,7 @@ def asked_by_remat3() -> frozenset[str]:
         return False
 
     def fun(x: Any) -> Any:
-        y = named(jax.numpy.sin(x @ x), "y")
+        y = jax_checkpoint_name(jax.numpy.sin(x @ x), "y")
         return jax.lax.conv_general_dilated(y[None, None], y[None, None], (1, 1), "SAME").sum()
 
     jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=policy)))(jax.numpy.ones((2, 2)))

@@ -184,10 +184,8 @@ class Lives:
             ins = [self.base(a) for a in eqn.invars if compat.is_var(a)]
             if not self._elementwise[position]:
                 self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
-                if self._looks_through(eqn):
-                    pass
-                elif not is_reduction(eqn):
-                    self.stored.update(self._operand(eqn, v) for v in ins)
+                if not is_reduction(eqn):
+                    self.stored.update(self._operand(eqn, v) for v in ins if not self._looks_through(eqn))
                 elif self.is_cpu or self._parts:
                     absorbed.update(ins)
                 continue

@@ -105,7 +105,12 @@ def greedy(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], 
     makers = {b: i for i, k in enumerate(kernels) for b in k.makes}
     uses = Counter(b for k in kernels for b in k.reads)
     before = [{makers[b] for b in k.reads if b in makers} for k in kernels]
-    ready, order = [i for i, found in enumerate(before) if not found], []
+    behind: list[list[int]] = [[] for _ in kernels]
+    for i, found in enumerate(before):
+        for j in found:
+            behind[j].append(i)
+    missing = [len(found) for found in before]
+    ready, order = [i for i, n in enumerate(missing) if not n], []
 
     def gain(i: int) -> int:
         dies = (sizes.get(b, 0) for b in kernels[i].reads if uses[b] == 1 and b not in ends and b not in free)
@@ -116,11 +121,10 @@ def greedy(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], 
         ready.remove(best)
         order.append(kernels[best])
         uses.subtract(kernels[best].reads)
-        for i, found in enumerate(before):
-            if best in found:
-                found.remove(best)
-                if not found:
-                    ready.append(i)
+        for i in behind[best]:
+            missing[i] -= 1
+            if not missing[i]:
+                ready.append(i)
     return order
 
 

@@ -20,6 +20,7 @@ from jaxsub import verify as verifying
 from jaxsub.budget import Budget
 from jaxsub.emit import keep_out
 from jaxsub.errors import JaxsubError, UnsupportedError
+from jaxsub.offers import natural, promising
 from jaxsub.offload import KINDS
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
@@ -27,7 +28,7 @@ from jaxsub.planners.held import Held, solves_all
 from jaxsub.planners.milp import Bounded
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program
-from jaxsub.repair import fit, natural, promising
+from jaxsub.repair import fit
 from jaxsub.shelf import find_plan, put_plan, shelf_key
 from jaxsub.spread import data_share, gathered_bytes
 from jaxsub.store import Store, open_store

@@ -296,7 +296,7 @@ class Pricer:
         options = []
         for c in found:
             key = self._key("backward", start, stop, c.saved)
-            known = self._asker.said.get(key) if key in self._asker.said else None
+            known = self._asker.said.get(key)
             transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
             spent = self._again_seconds(start, stop, c.saved, [(s.start, s.stop) for s in stages])
             sizes = saved_sizes(self.program.graph, start, stop, c.saved)

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsub import compat
+from jaxsub.offers import natural, settle
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner, get
 from jaxsub.planners.held import Held
 from jaxsub.planning import cuts_of, once
 from jaxsub.pricing import Pricer
-from jaxsub.repair import CLOSE, MARGIN, MOST_COMPILES, natural, settle
+from jaxsub.repair import CLOSE, MARGIN, MOST_COMPILES
 from jaxsub.sites import Site, Trial
 from jaxsub.store import Store
 from jaxsub.targets import Target

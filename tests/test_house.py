@@ -47,6 +47,7 @@ JAX_WING = (
     "emit",
     "wishes",
     "verify",
+    "offers",
     "repair",
     "shelf",
     "planning",

@@ -11,8 +11,9 @@ import jaxsub
 from jaxsub import repair
 from jaxsub.chain import Prediction
 from jaxsub.errors import InfeasibleBudgetError
+from jaxsub.offers import FEW_STAGES, promising
 from jaxsub.plan import Budget, Measurement, Plan, Segment
-from jaxsub.repair import FEW_STAGES, LONG_EQUATIONS, MOST_COMPILES, _Search, promising
+from jaxsub.repair import LONG_EQUATIONS, MOST_COMPILES, _Search
 
 BUDGET = 1_000_000
 

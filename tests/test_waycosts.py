@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsub.loops import LoopChoice
+from jaxsub.offers import settle
 from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
-from jaxsub.repair import settle
 from jaxsub.targets import get_target
 from jaxsub.verify import Verifier, cut_choices
 from jaxsub.waycosts import WayBytes, to_ask, way_bytes

@@ -31,12 +31,12 @@ import jax
 from jaxsub.compiled import compile_for
 from jaxsub.crosscompile_child import compile_lowered, devices_of
 from jaxsub.emit import emit
+from jaxsub.offers import settle
 from jaxsub.plan import Plan
 from jaxsub.planners import get
 from jaxsub.planning import cuts_of
 from jaxsub.pricing import Pricer
 from jaxsub.program import Program, trace
-from jaxsub.repair import settle
 from jaxsub.schedule import read_timeline
 from jaxsub.store import Store, code_digest, key_of
 from jaxsub.targets import Target, get_target

@@ -167,7 +167,7 @@ def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = 
         levels = [nest_table(costs, most, None, is_bounded=True)]
         for _ in range(max_depth - 1):
             levels.append(nest_table(costs, most, levels[-1], is_bounded=True))
-    return Tables(costs, tuple(levels), _top_table(costs, most, levels[-1], singles), singles, max_depth is not None)
+    return Tables(costs, tuple(levels), _top_table(costs, singles, most, levels[-1]), singles, max_depth is not None)
 
 
 def _most_flops(costs: Costs, singles: tuple[tuple[Single, ...], ...]) -> np.ndarray:
@@ -176,34 +176,36 @@ def _most_flops(costs: Costs, singles: tuple[tuple[Single, ...], ...]) -> np.nda
     What executes more is part of no cheapest plan in `m` slots or more, and memory left only falls on a plan's way.
     Of few stages all is said: where outputs host what is stored, plans are searched that the tables do not hold.
     """
-    n, size = len(costs.chain.stages), costs.n_slots + 1
-    top = np.full((n + 1, size), INFINITE)
-    if n < FEW_STAGES:
-        return np.full(size, MOST_FLOPS)
-    top[n] = 0
-    for s in reversed(range(n)):
-        for run, stored, at, flops in singles[s]:
-            if (at := max(at, stored)) < size:
-                np.minimum(top[s, at:], flops + top[run.stop, at - stored : size - stored], out=top[s, at:])
-    most: np.ndarray = np.minimum(top[0] * (1 + ROUNDING), MOST_FLOPS)
+    if len(costs.chain.stages) < FEW_STAGES:
+        return np.full(costs.n_slots + 1, MOST_FLOPS)
+    most: np.ndarray = np.minimum(_top_table(costs, singles)[0] * (1 + ROUNDING), MOST_FLOPS)
     return most
 
 
-def _top_table(costs: Costs, most: np.ndarray, nests: Nests, singles: tuple[tuple[Single, ...], ...]) -> np.ndarray:
+def _top_table(costs: Costs, singles: tuple[tuple[Single, ...], ...], most: np.ndarray | None = None,
+               nests: Nests | None = None) -> np.ndarray:  # fmt: skip
+    """What holds at the top level, of plans without nests where none are given."""
     n, size = len(costs.chain.stages), costs.n_slots + 1
     top = np.full((n + 1, size), INFINITE)
     top[n] = 0
     for s in reversed(range(n)):
         offers = [(run.stop, stored, max(at, stored), np.full(size, flops)) for run, stored, at, flops in singles[s]]
-        least = np.maximum(costs.forward[s, s + 1 : n], np.maximum(costs.stored[s, s + 1 : n], nests.least[s, s:-1]))
-        fits = np.flatnonzero(least < size)
-        fits = fits[costs.flops[s, s + 1 + fits] <= most[least[fits]]]
-        for at, q in zip(least[fits].tolist(), (s + 1 + fits).tolist(), strict=True):
-            offers.append((q, int(costs.stored[s, q]), at, costs.flops[s, q] + nests.extra[s, q - 1]))
+        if most is not None and nests is not None:
+            offers += _top_nests(costs, most, nests, s)
         for q, stored, at, cost in offers:
             if at < size:
                 np.minimum(top[s, at:], cost[at:] + top[q, at - stored : size - stored], out=top[s, at:])
     return top
+
+
+def _top_nests(costs: Costs, most: np.ndarray, nests: Nests, s: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """Nests that may start at stage `s` at the top level: cuts behind them, slots stored, least slots, FLOPs again."""
+    n, size = len(costs.chain.stages), costs.n_slots + 1
+    least = np.maximum(costs.forward[s, s + 1 : n], np.maximum(costs.stored[s, s + 1 : n], nests.least[s, s:-1]))
+    fits = np.flatnonzero(least < size)
+    fits = fits[costs.flops[s, s + 1 + fits] <= most[least[fits]]]
+    for at, q in zip(least[fits].tolist(), (s + 1 + fits).tolist(), strict=True):
+        yield q, int(costs.stored[s, q]), at, costs.flops[s, q] + nests.extra[s, q - 1]
 
 
 def _top_single(costs: Costs, s: int) -> Iterator[Single]:
