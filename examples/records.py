@@ -8,6 +8,8 @@ with which versions and on what machine it was measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -65,8 +67,9 @@ def load(path: Path) -> Measured:
 
 
 def machine() -> str:
-    """This machine, in words that name nobody."""
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    """This machine, in words that name nobody, and how many of its cores the process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} core{'s' * (cores != 1)}, {platform.machine()}, Python {platform.python_version()}"
 
 
 def figure(
@@ -78,6 +81,7 @@ def figure(
     table: Callable[[Measured], None],
     draw: Callable[[Measured, Path], None],
     broken: Callable[[Measured], Iterable[str]],
+    suffix: str = ".txt",
 ) -> None:
     """Read the command line, measure what is missing, print the table and draw the picture.
 
@@ -91,6 +95,7 @@ def figure(
         table: Prints the figures of all cells.
         draw: Draws them to a path.
         broken: Says, in a sentence each, which promises the cells break.
+        suffix: Of the file that keeps the table, beside the picture.
 
     Raises:
         SystemExit: If there are no results, or with `--quick` if a promise is broken.
@@ -102,10 +107,19 @@ def figure(
     measured = load(path)
     if not measured:
         raise SystemExit(f"{path} holds no results: run this without --draw first")
-    table(measured)
+    keep_table(table, measured, path.with_suffix(suffix))
     draw(measured, path.with_suffix(".png"))
-    print(f"results: {path}, picture: {path.with_suffix('.png')}")
+    print(f"results: {path}, table: {path.with_suffix(suffix)}, picture: {path.with_suffix('.png')}")
     tell(list(broken(measured)), is_check=chosen.quick)
+
+
+def keep_table(table: Callable[[Measured], None], measured: Measured, path: Path) -> None:
+    """Print a table, and keep what was printed at `path`."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        table(measured)
+    path.write_text(told.getvalue().lstrip("\n"), "utf-8")
+    print(told.getvalue(), end="")
 
 
 def tell(broken: list[str], is_check: bool) -> None:

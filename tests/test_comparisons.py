@@ -155,6 +155,13 @@ def _scaled(figures, times):
     return figures | changed
 
 
+def test_a_table_is_kept_as_it_is_printed(tmp_path, capsys):
+    """The file beside the results says what the command says."""
+    records.keep_table(lambda measured: print("\nbytes", *measured), {"a": {}, "b": {}}, tmp_path / "table.txt")
+    assert capsys.readouterr().out == "\nbytes a b\n"
+    assert (tmp_path / "table.txt").read_text("utf-8") == "bytes a b\n"
+
+
 def test_a_broken_promise_ends_a_check(capsys):
     """With its words; elsewhere it is only printed."""
     sentences = records.over_budget("cpu/50/jaxsub", 3 * 2**20, 2**20)

@@ -1,8 +1,8 @@
 """Memory against FLOPs: what people use instead, and `jaxsub` under budgets, on the same networks.
 
-For each network one picture: the compiled gradient's memory and FLOPs relative to the plain one's, every peer a point,
-`jaxsub` a line through its budgets; and a table of what `jaxsub` needs in FLOPs at each peer's memory, in bold where
-the peer needs less.
+For each network one picture, a panel a target: the compiled gradient's memory and FLOPs relative to the plain one's,
+every peer a point, `jaxsub` a line through its budgets; and for each panel a table of what `jaxsub` needs in FLOPs at
+each peer's memory, in bold where the peer needs less.
 
     python examples/peers/frontiers.py                              # all networks; long, resumed where it was stopped
     python examples/peers/frontiers.py --only cpu/vgg-19 cpu/unet   # some of them
@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 import jaxsub
 
@@ -37,7 +38,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from measuring import ByHand, by_hand, compiled, device, traced_flops, within  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from peers import by_xla, nested_scan, planners  # noqa: E402
-from records import Cell, Measured, fill, load, options, over_budget, picked, tell  # noqa: E402
+from records import Cell, Measured, fill, keep_table, load, options, over_budget, picked, tell  # noqa: E402
 
 BUDGETS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.8, 0.6, 0.4, 0.25, 0.07, 0.05)
 QUICK_BUDGETS = (0.3,)
@@ -173,22 +174,31 @@ def broken(measured: Measured) -> Iterator[str]:
 
 
 def draw(measured: Measured, folder: Path) -> list[Path]:
-    """One picture a network and target."""
-    paths = []
+    """One picture a network, its targets side by side."""
+    panels: dict[str, list[str]] = {}
     for name in names(measured):
-        peers, ours = relative(measured, name)
-        fig, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        memory, flops = zip(*ours, strict=True) if ours else ((), ())
-        ax.plot(memory, flops, color="#0072b2", marker="o", label="jaxsub", zorder=3)
-        for label, (memory, flops) in peers.items():
-            ax.plot(memory, flops, "x", color="#8a8a8a")
-            ax.annotate(label, (memory, flops), xytext=(4, 3), textcoords="offset points", fontsize=7)
-        ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=name)
-        ax.legend()
-        paths.append(folder / f"{name.replace('/', '-')}.png")
-        fig.savefig(paths[-1], dpi=120)
+        panels.setdefault(name.split("/")[1], []).append(name)
+    paths = [folder / f"{network}.png" for network in panels]
+    for path, wanted in zip(paths, panels.values(), strict=True):
+        fig, axes = plt.subplots(1, len(wanted), figsize=(7 * len(wanted), 4.5), squeeze=False, layout="constrained")
+        for ax, name in zip(axes[0], wanted, strict=True):
+            panel(ax, name, *relative(measured, name))
+        fig.savefig(path, dpi=120)
         plt.close(fig)
     return paths
+
+
+def panel(ax: Axes, name: str, peers: dict[str, Point], ours: list[Point]) -> None:
+    """The peers of a network on one target as points, and `jaxsub` as a line."""
+    memory, flops = zip(*ours, strict=True) if ours else ((), ())
+    ax.plot(memory, flops, color="#0072b2", marker="o", label="jaxsub", zorder=3)
+    for label, point in peers.items():
+        ax.plot(*point, "x", color="#8a8a8a")
+        ax.annotate(label, point, xytext=(4, 3), textcoords="offset points", fontsize=7)
+    target, network = name.split("/")
+    dtype = "float32" if target == "cpu" else "bfloat16"
+    ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=f"{network}, {target}, {dtype}")
+    ax.legend()
 
 
 def main() -> None:
@@ -208,7 +218,7 @@ def main() -> None:
             asked = [cell for cell in asked if cell.key.split("/", 2)[2].startswith(starts)]
         fill(path, picked(asked, chosen.only), chosen.minutes, chosen.anew)
     measured = load(path)
-    table(measured)
+    keep_table(table, measured, path.with_suffix(".md"))
     print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, chosen.out)))
     tell(list(broken(measured)), is_check=chosen.quick)
 
