@@ -14,7 +14,10 @@ after it too, so that each contribution joins the running sum at once.
 
 For a GPU the weights stand in front of the activations, those read last first: their gradients are made first. XLA's
 scheduler takes what a barrier waits for in order, and asked for activations' cotangents first, it leaves gradients that
-nothing else waits for until last; what they are products of stands until then.
+nothing else waits for until last; what they are products of stands until then. On a CPU the activations come first; of
+the weights whose gradients are sums, those read last. There XLA gives out places in the order of what a barrier waits
+for: what is added to one sum would take the place of another that was made before it, which then lies in memory of its
+own, and twice while it is added to.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
 from jaxsub.results import is_known_by_result, tagged
+from jaxsub.tangents import has_tangent, holds_while, reaching
 from jaxsub.targets import is_gpu
 from jaxsub.ways import Segment, walk
 
@@ -74,6 +78,8 @@ class _Region:
     call: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     returns: tuple[int, ...]
+    stopped: frozenset[int]
+    """Those of its reads whose tangents end in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +126,8 @@ class _Emitter:
                 fenced.update(weights)
                 weights = [w for w in weights if w not in crossing]
                 last_first = (*weights[::-1], *reversed(crossing))
-                steps.append(_barrier(last_first if is_gpu(self.program.platform) else (*crossing, *weights)))
+                first_first = (*crossing, *self._sums_last_first(weights, piece.stop))
+                steps.append(_barrier(last_first if is_gpu(self.program.platform) else first_first))
             if segment is None:
                 steps.append(self._slice(piece))
             else:
@@ -174,7 +181,15 @@ class _Emitter:
             names = self._names(segment)
             moved = [names.pop(v) for v in segment.offloaded if v in names]
             call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
-        return _Region(call, reads, returns), fenced
+        return _Region(call, reads, returns, self._stopped(piece, reads, returns)), fenced
+
+    def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
+        """What a region with a `while` in it reads and passes no tangent of on."""
+        eqns = self.eqns[piece.start : piece.stop]
+        if not any(map(holds_while, eqns)):
+            return frozenset()
+        found = reaching(eqns, [self.variables[v] for v in returns])
+        return frozenset(v for v in reads if has_tangent(self.variables[v]) and self.variables[v] not in found)
 
     def _check(self, segment: Segment) -> None:
         """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
@@ -298,6 +313,12 @@ class _Emitter:
     def _scope_inputs(self, start: int, stop: int) -> dict[int, None]:
         return {v: None for v in self._reads(range(start, stop)) if self._is_activation(v)}
 
+    def _sums_last_first(self, weights: Sequence[int], stop: int) -> list[int]:
+        """Weights in order; those of them that are read from `stop` on too, whose gradients are sums, turned round."""
+        summed = [w for w in weights if self.program.graph.is_joined(w, stop)]
+        turned = reversed(summed)
+        return [next(turned) if w in set(summed) else w for w in weights]
+
     def _weights_read(self, piece: range) -> list[int]:
         return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]
 
@@ -318,7 +339,7 @@ def _name(names: dict[int, str]) -> Step:
 
 def _call(region: _Region, scope: str) -> Step:
     def step(env: Env) -> None:
-        inputs = [env[v] for v in region.reads]
+        inputs = [jax.lax.stop_gradient(env[v]) if v in region.stopped else env[v] for v in region.reads]
         if scope:
             with jax.named_scope(scope):
                 outputs = region.call(*inputs)
