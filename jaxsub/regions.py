@@ -39,6 +39,7 @@ from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
 from jaxsub.results import is_known_by_result, tagged
+from jaxsub.tangents import has_tangent, holds_while, reaching
 from jaxsub.targets import is_gpu
 from jaxsub.ways import Segment, walk
 
@@ -77,6 +78,8 @@ class _Region:
     call: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     returns: tuple[int, ...]
+    stopped: frozenset[int]
+    """Those of its reads whose tangents end in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +181,15 @@ class _Emitter:
             names = self._names(segment)
             moved = [names.pop(v) for v in segment.offloaded if v in names]
             call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
-        return _Region(call, reads, returns), fenced
+        return _Region(call, reads, returns, self._stopped(piece, reads, returns)), fenced
+
+    def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
+        """What a region with a `while` in it reads and passes no tangent of on."""
+        eqns = self.eqns[piece.start : piece.stop]
+        if not any(map(holds_while, eqns)):
+            return frozenset()
+        found = reaching(eqns, [self.variables[v] for v in returns])
+        return frozenset(v for v in reads if has_tangent(self.variables[v]) and self.variables[v] not in found)
 
     def _check(self, segment: Segment) -> None:
         """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
@@ -328,7 +339,7 @@ def _name(names: dict[int, str]) -> Step:
 
 def _call(region: _Region, scope: str) -> Step:
     def step(env: Env) -> None:
-        inputs = [env[v] for v in region.reads]
+        inputs = [jax.lax.stop_gradient(env[v]) if v in region.stopped else env[v] for v in region.reads]
         if scope:
             with jax.named_scope(scope):
                 outputs = region.call(*inputs)

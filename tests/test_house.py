@@ -40,6 +40,7 @@ JAX_WING = (
     "spent",
     "probes",
     "asking",
+    "tangents",
     "regions",
     "loops",
     "waycosts",
