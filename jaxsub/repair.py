@@ -86,11 +86,13 @@ def fit(
         if search.run(offer.cuts, MOST_COMPILES - LEASTS if offer is own else verifier.compiles + 1):
             break
     search.budget_bytes = budget_bytes
-    if search.best is not None:
-        search.others([choice for choice in cut_choices if tuple(choice) != tuple(offer.cuts)])
-    else:
-        search.least(lowest(verifier.pricer, planner, cut_choices))
+    ways = [choice for choice in cut_choices if tuple(choice) != tuple(offer.cuts)]
     if search.best is None:
+        search.least(lowest(verifier.pricer, planner, cut_choices))
+        ways = [offer.cuts, *ways]  # that the least fits says nothing of what lies between
+    if search.best is not None:
+        search.others(ways)
+    else:
         raise _infeasible(verifier, search, budget_bytes)
     return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
 
@@ -195,7 +197,7 @@ class _Search:
         )
 
     def others(self, choices: Iterable[Sequence[int]]) -> None:
-        """Try plans of other stages where they execute less again than the best, and that is much.
+        """Try plans on these ways to cut where they execute less again than the best, and that is much.
 
         They are the cheapest that fits if predictions of it err as they did, and the least, which a smaller budget
         would be told of.
@@ -213,6 +215,8 @@ class _Search:
         """Try the planner's least plans, found anew so that they are the same whatever was tried before."""
         tried = [(cuts, slack) for slack in (NEARLY, 0.0) for cuts in choices][:LEASTS]
         for cuts, slack in tried:
+            if self.best is not None:
+                return  # nothing is refused: the compile that is left serves to find what is cheaper
             plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):

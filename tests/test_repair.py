@@ -160,6 +160,13 @@ def test_more_budget_does_not_mean_more_executed_again(monkeypatch):
     assert fitted(monkeypatch, 1.0, *little) == (0.97, 0.45, 3)
 
 
+def test_the_least_plan_is_not_taken_for_want_of_a_better_guess(monkeypatch):
+    """Where all that was expected to fit did not, what errs as they did is tried beside the least, which fits."""
+    near = (0.89, 0.964, 0.033), (0.937, 1.041, 0.003), (0.979, 1.038, 0.002), (0.998, 1.016, 0.0)
+    assert fitted(monkeypatch, 1.0, ((0.4, 0.45, 4.0), *near)) == (0.964, 0.033, 6)
+    assert fitted(monkeypatch, 1.0, ((0.4, 0.45, 0.4), *near)) == (0.45, 0.4, 5)
+
+
 def test_a_budget_too_small_for_a_way_to_cut_executes_no_less_again(monkeypatch):
     """It is planned on another way to cut; a larger one that the first way fits executes no more than that."""
     ways = ((0.9, 0.9, 0.3), (1.2, 1.2, 0.1)), ((0.6, 0.6, 0.5), (0.8, 0.8, 0.2))
