@@ -48,12 +48,18 @@ def layers(x, ws):
 
 
 def chain(x, ws, every=None):
-    """A chain of tanh(x @ w); with `every`, that many layers to a checkpoint and a gradient barrier before each."""
-    if every is None:
-        return jnp.sum(layers(x, ws).astype("float32"))
+    """A chain of tanh(x @ w); with `every`, that many layers to a checkpoint and a gradient barrier between them.
+
+    As plans have it: the last layers are not wrapped, and a barrier holds first what is read last. With the activation
+    first the whole takes one activation more.
+    """
+    every = every or len(ws)
     for start in range(0, len(ws), every):
-        x, group = jax.lax.optimization_barrier((x, ws[start : start + every]))
-        x = checkpoint(layers)(x, group)
+        group = ws[start : start + every]
+        if start:
+            *group, x = jax.lax.optimization_barrier((*group[::-1], x))
+            group = group[::-1]
+        x = (layers if start + every >= len(ws) else checkpoint(layers))(x, group)
     return jnp.sum(x.astype("float32"))
 
 
