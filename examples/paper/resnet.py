@@ -2,8 +2,9 @@
 
 Depths grow from 50 to 1001 layers by deepening every stage alike. Two accounts of memory are given for each: the
 paper's own allocator, which places every value of the gradient graph (no optimization, inplace, sharing, and sharing
-under the plans "drop bn-relu", §4.2, and Algorithm 3), and what XLA allocates for the compiled gradient. `jaxsub` is
-asked for a budget that falls with the root of the depth.
+under the plans "drop bn-relu", §4.2, and Algorithm 3), and what XLA allocates for the compiled gradient, plain, under
+the same two plans and under `jaxsub`'s own. XLA always works in place and shares, so that its plain gradient stands for
+the first three. `jaxsub` is asked for a budget that falls with the root of the depth.
 
     python examples/paper/resnet.py            # full sizes, resumed where it was stopped
     python examples/paper/resnet.py --quick    # small images, 14 and 26 layers, under two minutes
