@@ -144,6 +144,7 @@ class Crossing:
         n_bytes: Their bytes beside the program's outputs.
         cotangent_bytes: Bytes of their cotangents; 0 where no gradient flows.
         sizes: Bytes of each of the values that `n_bytes` counts, where known.
+        is_spent: Whether `last`, unwrapped, reads them no more and keeps in their place what it made of them.
     """
 
     made: int
@@ -151,6 +152,7 @@ class Crossing:
     n_bytes: int
     cotangent_bytes: int
     sizes: tuple[int, ...] = ()
+    is_spent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +211,7 @@ class Chain:
         crossings: What crosses the cuts.
         fingerprint: The program's fingerprint; plans carry it.
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
-        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where there are
-            none.
+        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where none are.
         minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
     """
 
@@ -263,8 +264,7 @@ class Chain:
 
     def region_forward_bytes(self, start: int, stop: int) -> int:
         """What running stages `start .. stop - 1` forward allocates when nothing inside is kept."""
-        inside = [int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop)]
-        return max(inside)
+        return max(int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop))
 
     def plain(self) -> tuple[Run, ...]:
         """The runs of no rematerialisation at all: every stage unwrapped."""

@@ -28,7 +28,7 @@ from jaxsub.options import Choice, TracedRun, choices, finer, trace_run, worth_m
 from jaxsub.plan import Plan
 from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
-from jaxsub.spent import spent_inputs
+from jaxsub.spent import spent_crossings, spent_inputs
 from jaxsub.spread import scaled, with_gathered
 from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store
@@ -121,7 +121,10 @@ class Pricer:
         if self._asker.leaves_products != leaves_products:  # some figures are of before
             return self.chain(cuts, sizes=sizes)
         origin = "compiled" if self.is_compiled else "analytic"
+        gone = {run: found for run, found in spent.items() if self._gone_bytes(*run, found, run == runs[-1])}
+        marked = spent_crossings(self.program.graph, cuts, gone)
         crossings = find_crossings(self.program.graph, cuts)
+        crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
         chain = with_gathered(scaled(chain, self.share), self.program.graph, self.gathered)
         return by_seconds(chain) if self.profile or self.offload else chain

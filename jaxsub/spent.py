@@ -39,9 +39,7 @@ def spent_inputs(
     unread = {id(t): unread_inputs(t, gpu=gpu) for t in {id(t): t for t, _ in traced.values()}.values()}
     found = {}
     for run in traced:
-        made = graph.made_by(*run).start
-        reads = tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
-        spent = []
+        reads, spent = _reads(graph, run), []
         for i in sorted(unread[id(traced[run][0])]):
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
@@ -51,6 +49,27 @@ def spent_inputs(
                 spent.append(i)
         found[run] = tuple(spent)
     return found
+
+
+def spent_crossings(graph: Graph, cuts: Sequence[int], spent: Mapping[Stretch, tuple[int, ...]]) -> set[Stretch]:
+    """The stages that make what `spent_inputs` found and the stages that read it.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        spent: What was found, of the stages that keep something else in its place.
+    """
+    found = set[Stretch]()
+    for run, places in spent.items():
+        reads = _reads(graph, run)
+        makers = (graph.values[reads[i]].producer or 0 for i in places)
+        found.update((bisect_right(cuts, maker) - 1, bisect_right(cuts, run[0]) - 1) for maker in makers)
+    return found
+
+
+def _reads(graph: Graph, run: Stretch) -> tuple[int, ...]:
+    made = graph.made_by(*run).start
+    return tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
 
 
 def _keeps(made_by: Traced, offset: int) -> bool:

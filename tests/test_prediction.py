@@ -72,6 +72,7 @@ def test_what_only_a_tanh_reads_is_gone_afterwards():
         pricer = Pricer(program, CPU, is_compiled=False)
         found = spent_inputs(program.graph, runs, {run: pricer._run(*run) for run in runs})
         assert any(found[run] for run in runs[2:-1]) == is_spent
+        assert any(c.is_spent for c in pricer.chain(cuts).crossings) == is_spent
 
 
 def by_hand(batch, gradients=(8, 8)):

@@ -13,7 +13,8 @@ Going from the last phase to the first,
 
 The sum of what is held at each step is Checkmate's U, and must fit the budget. Bytes, cotangents, transients and
 FLOPs are those of `jaxsub.chain.predict`, and as there a stage reads all that is made before it and used at or after
-it. There are schedules among these that are no plans, so what the cheapest costs is a lower bound for plans; where
+it. What a stage keeps in the place of what it read (`Crossing.is_spent`) stands as long as that is counted.
+There are schedules among these that are no plans, so what the cheapest costs is a lower bound for plans; where
 variables may be fractions, a lower one still. `jaxsub.planners.nested` keeps those that are plans.
 
 Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, *Checkmate: breaking the memory wall with
@@ -316,6 +317,9 @@ class Schedules:
             self._at_most([(self.var("K", t - 1, o), 1), (now, -1), (made, -1)])
         if mode.stop - 1 == t:
             self._at_most([(self.var("Z", o), 1), (now, -1)])
+        for c, x in enumerate(self.crossings):
+            if mode.is_kept and x.is_spent and x.last == mode.start:
+                self._at_most([(now, 1), (self.var("S", t, c), -1)])
 
     def _backward(self, t: int, ending: Sequence[int]) -> Iterator[tuple[int | None, float]]:
         """What is held while stage t runs backward."""
