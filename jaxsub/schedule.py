@@ -147,7 +147,8 @@ def _buffers(assignment: bytes, module: _Module) -> Iterator[Scheduled]:
     for field, buffer in _fields(assignment):
         if field == 1:
             entries = dict(_fields(buffer))
-            defined[entries.get(1, 0)] = dict(_fields(entries.get(3, b""))).get(4, 0)
+            where = entries.get(3, b"")
+            defined[entries.get(1, 0)] = dict(_fields(where)).get(4, 0), tuple(_ids(where, 3))
     base = 0
     for field, allocation in _fields(assignment):
         entries = dict(_fields(allocation)) if field == 3 else {}
@@ -155,9 +156,10 @@ def _buffers(assignment: bytes, module: _Module) -> Iterator[Scheduled]:
             continue  # thread-local, an argument, an output, a constant: not temporary
         for _, assigned in ((f, a) for f, a in _fields(allocation) if f == 9):
             place = dict(_fields(assigned))
-            life = module.life(defined.get(place.get(1, 0), 0))
+            instruction, index = defined.get(place.get(1, 0), (0, ()))
+            life = module.life(instruction, index)
             if life is not None and place.get(3, 0):
-                label = module.labels.get(defined[place.get(1, 0)], "")
+                label = module.labels.get(instruction, "")
                 yield Scheduled(label, place[3], base + place.get(2, 0), *life)
         base += entries.get(2, 0)
 
@@ -170,7 +172,8 @@ class _Module:
         self.names: dict[int, str] = {}
         self.labels: dict[int, str] = {}
         self.opcodes: dict[int, str] = {}
-        self.readers: dict[int, list[int]] = {}
+        self.readers: dict[int, list[tuple[int, int]]] = {}
+        self.elements: dict[int, int] = {}
         self.callers: dict[int, list[int]] = {}
         self.homes: dict[int, int] = {}
         for computation in (value for field, value in entries if field == 3):
@@ -189,25 +192,37 @@ class _Module:
             self.names[me], self.opcodes[me] = parts[1].decode(), parts[2].decode()
             self.labels[me] = _label(parts.get(7, b""), self.names[me])
             self.homes[me] = home
-            for operand in _ids(instruction, 36):
-                self.readers.setdefault(operand, []).append(me)
+            self.elements[me] = parts.get(13, 0)
+            for position, operand in enumerate(_ids(instruction, 36)):
+                self.readers.setdefault(operand, []).append((me, position))
             for called in _ids(instruction, 38):
                 self.callers.setdefault(called, []).append(me)
 
-    def life(self, instruction: int) -> tuple[int, int] | None:
-        """The first and the place after the last instruction of the entry that a value lives at."""
+    def life(self, instruction: int, index: tuple[int, ...]) -> tuple[int, int] | None:
+        """The first and the place after the last instruction of the entry that a value, or its element, lives at."""
         if instruction not in self.place:
             homes = self.callers.get(self.homes.get(instruction, -1), [])
             lives = [life for caller in homes if (life := self.life_of_call(caller)) is not None]
             return (min(a for a, _ in lives), max(b for _, b in lives)) if lives else None
-        start = self.place[instruction]
-        seen, todo, last = {instruction}, [instruction], start
+        last = start = self.place[instruction]
+        todo: list[tuple[int, tuple[int, ...] | None]] = [(instruction, index)]
+        seen = set(todo)
         while todo:
-            for reader in self.readers.get(todo.pop(), []):
+            value, at = todo.pop()
+            for reader, position in self.readers.get(value, []):
+                opcode, view = self.opcodes[reader], at
+                if opcode == "get-tuple-element":
+                    if at is not None and at[:1] != (self.elements[reader],):
+                        continue
+                    view = None if at is None else at[1:]
+                elif opcode == "tuple":
+                    view = None if at is None else (position, *at)
+                elif opcode in ("conditional", "call"):
+                    view = None  # it may return what it is given, in any place
                 last = max(last, self.place.get(reader, start))
-                if self.opcodes[reader] in VIEWS and reader not in seen:
-                    seen.add(reader)
-                    todo.append(reader)
+                if opcode in VIEWS and (reader, view) not in seen:
+                    seen.add((reader, view))
+                    todo.append((reader, view))
         return start, last + 1
 
     def life_of_call(self, caller: int) -> tuple[int, int] | None:

@@ -25,6 +25,14 @@ def test_what_lives_is_what_is_allocated(name):
     assert len(found.live_bytes) == len(found.instructions)
 
 
+def test_what_a_barrier_holds_lives_no_longer_than_it_is_read():
+    """Values behind one barrier live each as long as it is read, not as long as any of them: towards the end few do."""
+    loss, args = zoo.BY_NAME["chain"].toy()
+    found = xla_timeline(loss, *args, plan=jaxsub.plan(loss, *args, planner="barriers", verify=False))
+    late = found.live_bytes[int(0.95 * len(found.instructions))]
+    assert 0 < late < 0.2 * max(found.live_bytes)
+
+
 def test_a_plan_lowers_what_the_compiler_schedules():
     """With a plan the scheduled peak is lower, and what lives then has JAX's names."""
     loss, args = zoo.BY_NAME["chain"].toy()
