@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_policies
+from test_emit import regions
 
 import jaxsub
 from jaxsub.errors import PolicyError, UnsupportedError
@@ -100,7 +101,7 @@ def assert_same(got, wanted):
 
 
 def n_regions(fun, *args):
-    return str(jax.make_jaxpr(fun)(*args)).count("prevent_cse=")
+    return len(list(regions(jax.make_jaxpr(fun)(*args))))
 
 
 @pytest.mark.parametrize(
