@@ -14,9 +14,9 @@ from jaxsub.budget import Budget
 from jaxsub.chain import Chain, Prediction, Run, predict
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
 from jaxsub.plan import Measurement, Plan, Segment, plan_from_runs
-from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, optimal, register
+from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, fit, get, names, optimal, register
 from jaxsub.planners.fit import expected_compile_seconds, is_better
-from jaxsub.planners.held import Held
+from jaxsub.planners.held import Held, solved, solves_all
 from jaxsub.planners.optimal import solve
 
 
@@ -118,25 +118,42 @@ def test_what_is_held_of_a_chain_changes_no_plan(name):
             assert answer(held, chain, budget_bytes) == answer(planner, chain, budget_bytes)
 
 
+def test_planners_work_out_all_budgets_at_once():
+    """All that execute anything again but `milp`: what smaller budgets find on other ways to cut is asked of them."""
+    assert {name for name in names() if not solves_all(get(name))} == {"milp", "plain", "barriers"}
+
+
+@pytest.mark.parametrize("name", ["chen", "recursive", "revolve"])
+def test_candidates_are_priced_once(monkeypatch, name):
+    """However many budgets are asked for."""
+    priced = []
+    monkeypatch.setattr(fit, "predict", lambda *args: priced.append(args) or predict(*args))
+    answer = solved(get(name), uniform(30))
+    answer(30)
+    once = len(priced)
+    assert answer(29).prediction.temp_bytes <= 29
+    assert len(priced) == once > 3
+
+
 def test_a_chain_is_solved_once_for_all_budgets(monkeypatch):
     """Tables that one budget has filled serve the next; another chain is solved anew, and so is an equal one not."""
-    solved = []
-    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solved.append(chain) or solve(chain, *rest))
+    solutions = []
+    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solutions.append(chain) or solve(chain, *rest))
     held = Held(Auto())
     for n in (6, 6, 7):
         for budget_bytes in (9, 8, None):
             held(uniform(n), budget_bytes)
-    assert [len(chain.stages) for chain in solved] == [6, 7]
+    assert [len(chain.stages) for chain in solutions] == [6, 7]
 
 
 def test_a_function_is_solved_once(monkeypatch):
     """On the way from a call to its plan a chain is asked for several plans; it is solved anew when a price changes."""
-    solved = []
-    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solved.append(chain) or solve(chain, *rest))
+    solutions = []
+    monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solutions.append(chain) or solve(chain, *rest))
     ws, x = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 12, jax.ShapeDtypeStruct((256, 8), jnp.float32)
     assert jaxsub.plan(tanh_layers, ws, x, budget=0.6, cache=False, progress=False).n_regions
-    assert solved
-    assert all(chain != before for before, chain in pairwise(solved))
+    assert solutions
+    assert all(chain != before for before, chain in pairwise(solutions))
 
 
 def tanh_layers(ws, x):

@@ -23,10 +23,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Prediction, Run, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.graph import Graph
 from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.planners.fit import Candidates
+from jaxsub.planners.held import Answer
 
 
 def greedy_mirror_counts(
@@ -148,11 +150,18 @@ class Chen:
         Raises:
             InfeasibleBudgetError: If no plan of the search fits the budget.
         """
-        grid = self._grid(chain, is_full=budget_bytes is not None)
-        tried = {greedy_plan(chain, b)[0]: None for b in grid}
-        found = [(runs, predict(chain, runs)) for runs in tried]
-        runs = _least_peak(found) if budget_bytes is None else _least_recompute(found, budget_bytes)
-        return plan_from_runs(chain, runs, budget=Budget(n_bytes=budget_bytes), planner="chen")
+        return self.solved(chain)(budget_bytes)
+
+    def solved(self, chain: Chain) -> Answer:
+        """Its plans of one chain for all budgets."""
+        found = Candidates(chain, lambda b: greedy_plan(chain, b)[0], "chen")
+
+        def answer(budget_bytes: int | None) -> Plan:
+            every = found.priced(self._grid(chain, is_full=budget_bytes is not None))
+            runs = _least_peak(every) if budget_bytes is None else _least_recompute(every, budget_bytes)
+            return plan_from_runs(chain, runs, budget=Budget(n_bytes=budget_bytes), planner="chen")
+
+        return answer
 
     def _grid(self, chain: Chain, is_full: bool) -> Iterator[float]:
         """Yield every B to try, in bytes."""

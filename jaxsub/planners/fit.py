@@ -5,38 +5,66 @@ Of plans that were measured and fit, `is_better` says which to keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Run, predict
+from jaxsub.chain import Chain, Prediction, Run, predict
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan, plan_from_runs
+
+Priced = tuple[tuple[Run, ...], Prediction]
+"""Runs that cover a chain, and what they cost."""
 
 ALIKE, FEWER = 0.01, 0.8
 """Of two plans whose FLOPs differ by no more than the first share, one with at most the second of the regions is
 preferred if it needs no more memory."""
 
 
-def cheapest(chain: Chain, candidates: Iterable[tuple[Run, ...]], budget_bytes: int | None, planner: str) -> Plan:
-    """The plan of least recompute, then least memory, among candidates that fit a budget.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Runs of one chain that a planner makes of a number, each made and priced once.
 
     A planner that offers the same candidates whatever the budget is monotone: a larger budget never gets a slower plan.
 
-    Args:
+    Attributes:
         chain: The chain.
-        candidates: Runs that cover the chain, at least one tuple of them.
-        budget_bytes: The budget in bytes; `None` for any.
+        runs_of: The runs of a number; they cover the chain.
         planner: The planner's name.
-
-    Raises:
-        InfeasibleBudgetError: If none fits.
     """
-    found = [(p.extra_flops, p.temp_bytes, runs) for runs in candidates for p in [predict(chain, runs)]]
-    fitting = [f for f in found if budget_bytes is None or f[1] <= budget_bytes]
-    if not fitting and budget_bytes is not None:
-        raise infeasible(budget_bytes, min(f[1] for f in found), planner)
-    runs = min(fitting, key=lambda f: f[:2])[2]
-    return plan_from_runs(chain, runs, budget=Budget(n_bytes=budget_bytes), planner=planner)
+
+    chain: Chain
+    runs_of: Callable[[float], tuple[Run, ...]]
+    planner: str
+    _known: dict[float, Priced] = field(init=False, default_factory=dict, repr=False)
+
+    def priced(self, numbers: Iterable[float]) -> list[Priced]:
+        """The runs of these numbers and what they cost."""
+        return [self._priced(number) for number in numbers]
+
+    def cheapest(self, numbers: Iterable[float], budget_bytes: int | None) -> Plan:
+        """The plan of least recompute, then least memory, among those of these numbers that fit a budget.
+
+        Args:
+            numbers: At least one.
+            budget_bytes: The budget in bytes; `None` for any.
+
+        Raises:
+            InfeasibleBudgetError: If none fits.
+        """
+        found = self.priced(numbers)
+        fitting = [f for f in found if budget_bytes is None or f[1].temp_bytes <= budget_bytes]
+        if not fitting and budget_bytes is not None:
+            raise infeasible(budget_bytes, min(p.temp_bytes for _, p in found), self.planner)
+        runs = min(fitting, key=lambda f: (f[1].extra_flops, f[1].temp_bytes))[0]
+        return plan_from_runs(self.chain, runs, budget=Budget(n_bytes=budget_bytes), planner=self.planner)
+
+    def _priced(self, number: float) -> Priced:
+        if number not in self._known:
+            runs = self.runs_of(number)
+            alike = (found for found in self._known.values() if found[0] == runs)
+            self._known[number] = next(alike, None) or (runs, predict(self.chain, runs))
+        return self._known[number]
 
 
 def infeasible(budget_bytes: int, least_bytes: int, planner: str) -> InfeasibleBudgetError:

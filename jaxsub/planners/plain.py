@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jaxsub.chain import Chain
 from jaxsub.hosting import unfenced
 from jaxsub.plan import Plan
-from jaxsub.planners.fit import cheapest
+from jaxsub.planners.fit import Candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Plain:
         Raises:
             InfeasibleBudgetError: If the program is predicted not to fit.
         """
-        return cheapest(unfenced(chain), [chain.plain()], budget_bytes, "plain").replace(barriers=())
+        found = Candidates(unfenced(chain), lambda _: chain.plain(), "plain")
+        return found.cheapest([0], budget_bytes).replace(barriers=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +59,4 @@ class Barriers:
         Raises:
             InfeasibleBudgetError: If the program is predicted not to fit.
         """
-        return cheapest(chain, [chain.plain()], budget_bytes, "barriers")
+        return Candidates(chain, lambda _: chain.plain(), "barriers").cheapest([0], budget_bytes)

@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxsub.chain import Chain, Run
 from jaxsub.plan import Plan
-from jaxsub.planners.fit import cheapest
+from jaxsub.planners.fit import Candidates
+from jaxsub.planners.held import Answer
 
 GROWTH = 1.25  # from one k to try to the next, once they are large
 
@@ -113,8 +114,14 @@ class Recursive:
         Raises:
             InfeasibleBudgetError: If no recursion fits.
         """
-        ks = [self.k] if self.k is not None else [1] if budget_bytes is None else _tried(len(chain.stages))
-        return cheapest(chain, (recursive_runs(chain, k) for k in ks), budget_bytes, "recursive")
+        return self.solved(chain)(budget_bytes)
+
+    def solved(self, chain: Chain) -> Answer:
+        """Its plans of one chain for all budgets."""
+        found = Candidates(chain, lambda k: recursive_runs(chain, int(k)), "recursive")
+        natural = [1 if self.k is None else self.k]
+        every = _tried(len(chain.stages)) if self.k is None else natural
+        return lambda budget_bytes: found.cheapest(natural if budget_bytes is None else every, budget_bytes)
 
 
 def _tried(n: int) -> list[int]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from jaxsub.chain import Chain, Run
 from jaxsub.plan import Plan
-from jaxsub.planners.fit import cheapest
+from jaxsub.planners.fit import Candidates
+from jaxsub.planners.held import Answer
 
 GROWTH = 1.1  # from one number of slots to try to the next, once they are large
 
@@ -109,15 +110,16 @@ class Revolve:
         Raises:
             InfeasibleBudgetError: If no number of slots fits.
         """
+        return self.solved(chain)(budget_bytes)
+
+    def solved(self, chain: Chain) -> Answer:
+        """Its plans of one chain for all budgets."""
         n = len(chain.stages)
         least = _fewest(n, self.max_depth)
-        if self.slots is not None:
-            tried = [max(self.slots, least)]
-        elif budget_bytes is None:
-            tried = [max(least, _fewest(n, 2))]
-        else:
-            tried = _tried(least, n)
-        return cheapest(chain, (revolve_runs(chain, slots) for slots in tried), budget_bytes, "revolve")
+        found = Candidates(chain, lambda slots: revolve_runs(chain, int(slots)), "revolve")
+        natural = [max(least, self.slots if self.slots is not None else _fewest(n, 2))]
+        every = natural if self.slots is not None else _tried(least, n)
+        return lambda budget_bytes: found.cheapest(natural if budget_bytes is None else every, budget_bytes)
 
 
 def _fewest(n: int, repeats: int) -> int:
