@@ -17,12 +17,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from jaxsub.chain import Chain, Run
 from jaxsub.graph import Graph
-
-if TYPE_CHECKING:
-    from jaxsub.chain import Chain, Run
 
 Piece = tuple[int, int, int, bool]
 """Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
@@ -39,7 +36,7 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
         For each run two sums: of values that cross the cut behind it, and of what it saves or keeps.
 
     Example:
-        >>> from jaxsub.chain import Chain, Crossing, Run, Stage
+        >>> from jaxsub.chain import Crossing, Stage
         >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
         >>> crossings = (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))
         >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])

@@ -19,8 +19,9 @@ from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Prediction, Run, check_runs, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.hosting import unfenced
+from jaxsub.replay import check_runs, predict
 from jaxsub.timeline import StageTimeline, stage_timeline
 from jaxsub.ways import Segment, Way, walk
 

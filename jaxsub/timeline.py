@@ -1,6 +1,6 @@
 """What stands in memory while a plan runs: each step of the forward and backward pass, and what is stored meanwhile.
 
-A chain and a planner's runs go in, a `StageTimeline` comes out. It tells the same story as `jaxsub.chain.predict`,
+A chain and a planner's runs go in, a `StageTimeline` comes out. It tells the same story as `jaxsub.replay.predict`,
 whose largest figure is the peak: the most of `live_bytes` is `Prediction.temp_bytes`, to the byte. Time is counted in
 FLOPs, a backward pass as two forward passes; all steps together take three forward passes and the plan's
 `extra_flops`. The pass of a scope's last run turns round at once: its forward and its backward pass are one step.
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jaxsub.chain import Chain, Run, kept_bytes
+from jaxsub.chain import Chain, Run
 from jaxsub.graph import Graph
 from jaxsub.hosting import hosted_bytes
+from jaxsub.replay import kept_bytes
 
 BACKWARD_FORWARDS = 2.0
 """A backward pass takes about as long as two forward passes: one product for each of a layer's two gradients."""
@@ -177,7 +178,7 @@ def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
 
 @dataclass
 class _Replay:
-    """The steps in the order in which `jaxsub.chain.predict` counts them."""
+    """The steps in the order in which `jaxsub.replay.predict` counts them."""
 
     chain: Chain
     steps: list[Step] = field(default_factory=list)

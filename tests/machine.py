@@ -1,6 +1,6 @@
 """An abstract machine that executes runs on a chain, step by step, and refuses a step that lacks what it needs.
 
-It knows nothing of `jaxsub.chain.predict`: it holds named buffers, adds and drops them as the program would, and
+It knows nothing of `jaxsub.replay.predict`: it holds named buffers, adds and drops them as the program would, and
 counts. A forward step reads the values that cross into its stage; a backward step reads them too, and what the
 stage kept or recomputes; backward steps come once each, from the last stage to the first.
 """

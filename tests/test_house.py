@@ -12,7 +12,7 @@ import pytest
 import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
-PLAIN = ("errors", "budget", "graph", "memory", "ways", "hosting", "chain", "timeline", "plan", "planners")
+PLAIN = ("errors", "budget", "graph", "memory", "ways", "chain", "hosting", "replay", "timeline", "plan", "planners")
 JAX_WING = (
     "compat",
     "flops",

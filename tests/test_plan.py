@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Crossing, Option, Prediction, Run, Stage, predict
+from jaxsub.chain import Chain, Crossing, Option, Prediction, Run, Stage
 from jaxsub.errors import BudgetError, PlannerError
 from jaxsub.plan import Holding, Measurement, Plan, Segment, plan_from_runs, walk
+from jaxsub.replay import predict
 from jaxsub.show.text import describe
 
 FORMS = (

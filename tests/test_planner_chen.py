@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, predict
+from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.graph import graph_of
 from jaxsub.plan import Plan, walk
 from jaxsub.planners.cheap import Cheap, cheap_runs
 from jaxsub.planners.chen import Chen, greedy_mirror_counts, greedy_plan
+from jaxsub.replay import predict
 
 
 def uniform(n: int) -> Chain:

@@ -15,7 +15,7 @@ from machine import Machine, all_runs, random_chain, uniform
 from test_results import by_result
 
 import jaxsub
-from jaxsub.chain import Chain, Crossing, Run, Stage, predict
+from jaxsub.chain import Chain, Crossing, Run, Stage
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
 from jaxsub.planners import get, milp
 from jaxsub.planners.checkmate import Schedules, Solved
@@ -24,6 +24,7 @@ from jaxsub.planners.nested import Regions, runs_of
 from jaxsub.planners.optimal import Optimal, solve
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
+from jaxsub.replay import predict
 from jaxsub.targets import get_target
 from jaxsub.verify import cut_choices
 

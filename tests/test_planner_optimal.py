@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import Machine, MachineError, all_runs, extra_steps, random_chain, uniform
 
-from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage, extra_flops, predict
+from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.planners import tables
 from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
 from jaxsub.planners.tables import depth, tables_of
+from jaxsub.replay import extra_flops, predict
 
 MIB = 2**20
 

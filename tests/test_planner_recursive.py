@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine import Machine, extra_steps, random_chain, uniform
 
-from jaxsub.chain import Chain, Stage, extra_flops, predict
+from jaxsub.chain import Chain, Stage
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import walk
 from jaxsub.planners.recursive import Recursive, recursive_runs
 from jaxsub.planners.revolve import Revolve, beta, repeats_of, revolve_runs
 from jaxsub.planners.tables import depth
+from jaxsub.replay import extra_flops, predict
 
 
 def chains(most: int = 12) -> st.SearchStrategy[Chain]:

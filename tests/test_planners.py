@@ -11,13 +11,14 @@ from machine import random_chain, uniform
 import jaxsub
 from jaxsub import planners
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Prediction, Run, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.errors import InfeasibleBudgetError, PlannerError
 from jaxsub.plan import Measurement, Plan, Segment, plan_from_runs
 from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, fit, get, names, optimal, register
 from jaxsub.planners.fit import expected_compile_seconds, is_better
 from jaxsub.planners.held import Held, solved, solves_all
 from jaxsub.planners.optimal import solve
+from jaxsub.replay import predict
 
 
 class EveryOther:

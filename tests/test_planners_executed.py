@@ -6,10 +6,11 @@ import sys
 import pytest
 from machine import Machine, random_chain
 
-from jaxsub.chain import Chain, Run, predict
+from jaxsub.chain import Chain, Run
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners import get, names
+from jaxsub.replay import predict
 
 GRAPHS = 300
 BATCHES = 6

@@ -12,7 +12,7 @@ import zoo
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage, predict
+from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage
 from jaxsub.emit import emit
 from jaxsub.hosting import gradient_sizes, hosted_bytes, unfenced
 from jaxsub.plan import Plan, Segment
@@ -20,6 +20,7 @@ from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.probes import backward_probe
 from jaxsub.program import trace
+from jaxsub.replay import predict
 from jaxsub.spent import spent_inputs
 from jaxsub.stages import find_cuts
 from jaxsub.store import Store

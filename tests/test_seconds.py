@@ -9,11 +9,12 @@ from jax import lax
 
 import jaxsub
 from jaxsub import seconds
-from jaxsub.chain import Chain, Crossing, Item, Option, Stage, predict
+from jaxsub.chain import Chain, Crossing, Item, Option, Stage
 from jaxsub.errors import PlannerError, UnsupportedError
 from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
+from jaxsub.replay import predict
 from jaxsub.show.text import format_seconds
 from jaxsub.stages import find_cuts
 from jaxsub.store import Store

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Crossing, Option, Run, Stage, predict
+from jaxsub.chain import Chain, Crossing, Option, Run, Stage
 from jaxsub.graph import graph_of
 from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.replay import predict
 from jaxsub.timeline import name_pieces, stage_timeline
 
 

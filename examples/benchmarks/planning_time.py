@@ -40,11 +40,11 @@ import models
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.chain import predict
 from jaxsub.emit import emit
 from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
+from jaxsub.replay import predict
 from jaxsub.targets import get_target
 from jaxsub.verify import cut_choices, finish, gradient
 

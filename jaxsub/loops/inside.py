@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Item, Run, extra_flops, kept_bytes, predict
+from jaxsub.chain import Chain, Item, Run
 from jaxsub.loops.find import find_nested
 from jaxsub.plan import plan_from_runs
 from jaxsub.planners.optimal import solve
 from jaxsub.program import Program
+from jaxsub.replay import extra_flops, kept_bytes, predict
 from jaxsub.stages import FEW_COSTLY, find_cuts
 from jaxsub.ways import Inside
 

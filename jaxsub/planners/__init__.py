@@ -26,8 +26,8 @@ What a chain holds and what runs are: `jaxsub.chain`. A budget that none of its 
 with `jaxsub.InfeasibleBudgetError`.
 
 On one chain no planner of the table is predicted to execute more again in a larger budget: `milp` as far as its solver
-gets in its time, `optimal` and `auto` from 64 stages on to a thousandth of a forward pass. A function that may be cut in
-several ways is planned on more than one chain; where plans need what is predicted a larger budget buys no less there
+gets in its time, `optimal` and `auto` from 64 stages on to a thousandth of a forward pass. A function that may be cut
+in several ways is planned on more than one chain; where plans need what is predicted a larger budget buys no less there
 either, of planners that work out all budgets of a chain at once by a method `solved(chain)`: all of the table that
 execute anything again, but `milp`. Where predictions err that is tried on random programs, and not promised.
 """

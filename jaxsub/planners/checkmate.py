@@ -12,7 +12,7 @@ Going from the last phase to the first,
   compiler keeps of a stage that stands unwrapped.
 
 The sum of what is held at each step is Checkmate's U, and must fit the budget. Bytes, cotangents, transients and
-FLOPs are those of `jaxsub.chain.predict`, and as there a stage reads all that is made before it and used at or after
+FLOPs are those of `jaxsub.replay.predict`, and as there a stage reads all that is made before it and used at or after
 it. What a stage keeps in the place of what it read (`Crossing.is_spent`) stands as long as that is counted.
 There are schedules among these that are no plans, so what the cheapest costs is a lower bound for plans; where
 variables may be fractions, a lower one still. `jaxsub.planners.nested` keeps those that are plans.

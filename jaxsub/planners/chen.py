@@ -7,7 +7,7 @@ chain of n equal stages the least peak grows as sqrt(n), at no more than one ext
 
 `greedy_mirror_counts` is Algorithm 3 on nodes, word for word. `greedy_plan` is the same on a chain, whose stages are
 the nodes and whose cuts are the candidate splitting points. `Chen` searches over B; its exact costs are those of
-`jaxsub.chain.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last is not
+`jaxsub.replay.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last is not
 wrapped, so its backward pass starts at once.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.3, Algorithm 3 and

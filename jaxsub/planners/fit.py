@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Prediction, Run, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan, plan_from_runs
+from jaxsub.replay import predict
 
 Priced = tuple[tuple[Run, ...], Prediction]
 """Runs that cover a chain, and what they cost."""

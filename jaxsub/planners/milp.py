@@ -24,13 +24,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxsub.chain import Chain, Prediction, Run, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.errors import PlannerError
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.checkmate import Schedules
 from jaxsub.planners.nested import Regions, runs_of
 from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.tables import depth
+from jaxsub.replay import predict
 
 MAX_STAGES = 60
 """Programs grow with the square of the number of stages, and the time to solve them faster."""

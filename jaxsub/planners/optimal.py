@@ -2,7 +2,7 @@
 
 A `Chain` and a budget in bytes go in, a `Plan` comes out. The tables of `jaxsub.planners.tables` hold the least
 extra FLOPs for every amount of memory up to a most; one filling answers for all budgets below. They count memory in
-slots, so what is read from them is replayed in exact bytes by `jaxsub.chain.predict`, from a little over the budget
+slots, so what is read from them is replayed in exact bytes by `jaxsub.replay.predict`, from a little over the budget
 downwards until it fits. A budget far below the tables' most is solved anew on its own scale, since slots as
 coarse as the plain program needs would not resolve it. Scales stand on fixed rungs, whatever the budget, so that a
 larger budget never gets a slower plan.
@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Prediction, Run, extra_flops, predict
+from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.fit import FEWER, infeasible
 from jaxsub.planners.held import Answer
 from jaxsub.planners.places import MOST_STAGES, Search, most_hosted
 from jaxsub.planners.tables import Tables, depth, tables_of
+from jaxsub.replay import extra_flops, predict
 
 HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
 RUNG = 0.8  # each scale's most over the one before: budgets get between this share of the slots and all of them

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from jaxsub.chain import Chain, Run, kept_bytes, predict
+from jaxsub.chain import Chain, Run
 from jaxsub.hosting import hosted_bytes
 from jaxsub.planners.tables import Tables, depth
+from jaxsub.replay import kept_bytes, predict
 
 MOST_STAGES = 9
 """With more stages there are too many plans to look at."""

@@ -11,7 +11,7 @@ Memory is counted in slots of equal size. Two tables are filled from the last st
 For a given `s` and `q` what is stored does not depend on `t`: NumPy works on all `t` and `m` at once, `n²/2` steps
 for `n` stages, and of long chains only on those that a cheapest plan may need: what executes more again than plans
 without nests do in as many slots is left out. Bytes are rounded to slots (`jaxsub.planners.slots`). A plan read back
-from the tables is therefore near its slot but not exactly at it: `jaxsub.chain.predict` has the last word.
+from the tables is therefore near its slot but not exactly at it: `jaxsub.replay.predict` has the last word.
 
 Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains* (2019),
 with options at the top level and without checkpointed tapes inside nests other than whole stages.
