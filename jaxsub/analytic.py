@@ -131,8 +131,9 @@ def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float)
 
 
 def forward_bytes(traced: TracedRun, *, gpu: Target | None = None) -> int:
-    """What the forward pass of a run allocates beside what it reads and returns."""
-    lives = Lives(traced.forward, traced.inputs, traced.returned, {}, gpu is None, gpu)
+    """What the forward pass of a run allocates beside what it reads and returns, nothing kept for the backward pass."""
+    eqns = compat.needed_for(traced.returned, traced.forward, traced.inputs)
+    lives = Lives(eqns, traced.inputs, traced.returned, {}, gpu is None, gpu)
     order = schedule(lives.kernels, lives.given, gpu is None)
     return peak_bytes(order, {}, lives.ends(), lives.ends() | set(traced.inputs))
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax.ad_checkpoint import checkpoint_name as jax_checkpoint_name
+from jax.interpreters.partial_eval import dce_jaxpr
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -98,7 +99,10 @@ def checkpoint(fun: Callable[..., Any], *, policy: Any = None, prevent_cse: bool
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
-    """`jax.ad_checkpoint.checkpoint_name` of our flavour."""
+    """`jax.ad_checkpoint.checkpoint_name` of our flavour; `jax_remat3` in 0.11 rounds only the saved copy, this all."""
+    is_narrow = x.dtype.name in ("bfloat16", "float16")
+    if is_narrow and remat_flavour() == "remat3" and version_of(jax.__version__) < (0, 12):
+        x = jax.lax.reduce_precision(x, (info := jax.numpy.finfo(x.dtype)).nexp, info.nmant)
     with _of_our_flavour():
         return jax_checkpoint_name(x, name)
 
@@ -190,19 +194,31 @@ def is_var(atom: Any) -> bool:
     return not isinstance(atom, jex_core.Literal)
 
 
-def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any) -> Any:
+def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Any:
     """A jaxpr without constants over given equations; effects on references made inside stay inside.
 
     Args:
         eqns: Its equations, in order.
         invars: Its inputs.
         outvars: Its outputs, variables or literals.
-        like: A jaxpr whose debug information it carries on.
+        like: A jaxpr whose debug information it carries on; `None` if it is only looked at.
     """
     effects = frozenset(e for eqn in eqns for e in eqn.effects if getattr(e, "input", None) in (None, *invars))
-    debug = jex_core.DebugInfo(like.debug_info.traced_for, like.debug_info.func_src_info,
-                               ("",) * len(invars), ("",) * len(outvars))  # fmt: skip
+    why, where = (like.debug_info.traced_for, like.debug_info.func_src_info) if like else ("jaxsub", "jaxsub")
+    debug = jex_core.DebugInfo(why, where, ("",) * len(invars), ("",) * len(outvars))
     return jex_core.Jaxpr((), tuple(invars), tuple(outvars), list(eqns), effects=effects, debug_info=debug)
+
+
+def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Equations as far as some results need them; of loops only what they carry or stack for those.
+
+    Args:
+        results: Variables or literals.
+        eqns: Equations, in order, that make them.
+        inputs: What else the equations read.
+    """
+    jaxpr = make_jaxpr_of(eqns, inputs, results)
+    return list(dce_jaxpr(jaxpr, [True] * len(results))[0].eqns)
 
 
 def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:

@@ -332,7 +332,8 @@ class Pricer:
     def _found_ways(self, node: int) -> tuple[WayChoice, ...]:
         if self.program.eqns[node].primitive.name == "cond":
             return branch_choices(self.program, node, self._body_chain)
-        return loop_choices(self.program, node, self._step_bytes if self.is_compiled else None, self._body_chain)
+        step_bytes = self._step_bytes if self.is_compiled else None
+        return loop_choices(self.program, node, step_bytes, self._body_chain, gpu=self.target.gpu)
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """A loop's body or a branch, priced."""

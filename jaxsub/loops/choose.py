@@ -36,6 +36,7 @@ from jaxsub.loops.unroll import MOST_EQUATIONS, unrolled
 from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
 from jaxsub.stages import FEW_COSTLY
+from jaxsub.targets import Target
 from jaxsub.ways import Inside, Loop, walk
 
 RATIOS = (math.sqrt(2), 2.0, 4.0)
@@ -99,9 +100,8 @@ class _Body:
     plain: _Step
 
 
-def loop_choices(
-    program: Program, node: int, step_bytes: StepBytes | None = None, body_chain: BodyChain | None = None
-) -> tuple[LoopChoice, ...]:
+def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = None, body_chain: BodyChain | None = None,
+                 *, gpu: Target | None = None) -> tuple[LoopChoice, ...]:  # fmt: skip
     """The ways to run a scan of which none is better than another in bytes kept, transient bytes and FLOPs.
 
     Args:
@@ -109,13 +109,14 @@ def loop_choices(
         node: The scan.
         step_bytes: What the backward pass of one step allocates, its body given; where `None`, that is counted.
         body_chain: Prices the body cut into stages; where `None`, nothing is planned inside it but its loops.
+        gpu: The GPU to compile for; `None` for a CPU.
 
     Returns:
         The choices, the one that executes least again first, the plain loop not among them. Their loops' node is
         `node`.
     """
     found: list[LoopChoice] = []
-    for body in _bodies(program, node, step_bytes, body_chain):
+    for body in _bodies(program, node, step_bytes, body_chain, gpu):
         sizes, tails = _block_sizes(body.length), _tails(body)
         ways = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
         rest = {blocks: body.length % blocks[0] if blocks else 0 for blocks in sizes}
@@ -152,23 +153,24 @@ def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:
                    and MUCH_LESS * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
 
 
-def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None) -> Iterator[_Body]:
+def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None,
+            gpu: Target | None) -> Iterator[_Body]:  # fmt: skip
     """The loop as it stands, and begun in mid-step where its body is small."""
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
     length, begin = eqn.params["length"], best_place(body)
-    yield _body(body, node, length, (n_consts, n_carry), step_bytes, body_chain)
+    yield _body(body, node, length, (n_consts, n_carry), step_bytes, body_chain, gpu)
     ys_bytes = sum(aval_bytes(v.aval) for v in body.outvars[n_carry:])
     carry_bytes = sum(aval_bytes(v.aval) for v in body.outvars[:n_carry])
     n_costly = sum(n.is_costly for n in body.graph.nodes)
     if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
         turned = rotated(body, n_consts, n_carry, begin)
-        found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None)
+        found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None, gpu)
         yield replace(found, begin=begin)
 
 
 def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step_bytes: StepBytes | None,
-          body_chain: BodyChain | None) -> _Body:  # fmt: skip
+          body_chain: BodyChain | None, gpu: Target | None) -> _Body:  # fmt: skip
     n_consts, n_carry = n_inputs
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
     sizes = [aval_bytes(v.aval) for v in body.invars]
@@ -176,12 +178,12 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     xs = range(n_consts + n_carry, len(sizes))
     steps: list[_Step] = []
     plain = 0.0
-    for inner in _inner_loops(body, step_bytes):
+    for inner in _inner_loops(body, step_bytes, gpu):
         way = with_loops(body, inner)
         traced = trace_run(way, 0, len(way.eqns))
         plain = plain if inner else _flops(traced)
-        scale = step_bytes(way) / max(analytic.backward_bytes(traced, ()), 1) if step_bytes else 1.0
-        steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, scale)
+        need = _need(traced, step_bytes(way) if step_bytes else None, gpu)
+        steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, need)
     if body_chain is not None:
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
     return _Body(
@@ -198,14 +200,14 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     )
 
 
-def _inner_loops(body: Program, step_bytes: StepBytes | None) -> list[tuple[Loop, ...]]:
+def _inner_loops(body: Program, step_bytes: StepBytes | None, gpu: Target | None) -> list[tuple[Loop, ...]]:
     """How the loops inside a body may run, all of them alike: plainly, and then with less and less memory.
 
     A plan of the body (`jaxsub.loops.inside`) keeps what crosses between its stages. Where nothing but a loop in it
     runs otherwise, what JAX keeps of the whole body is less: only so is anything saved where nothing runs again.
     """
     nodes = find_loops(body)
-    ladders = [_ladder(loop_choices(body, n, step_bytes)) for n in nodes]
+    ladders = [_ladder(loop_choices(body, n, step_bytes, gpu=gpu)) for n in nodes]
     settings: list[tuple[Loop, ...]] = [()]
     for rank in range(max(map(len, ladders), default=0)):
         settings.append(tuple(ladder[min(rank, len(ladder) - 1)] for ladder in ladders if ladder))
@@ -222,8 +224,14 @@ def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
     return [steps[i].loop for i in sorted(chosen)]
 
 
+def _need(traced: TracedRun, said: int | None, gpu: Target | None) -> Callable[[tuple[int, ...]], int]:
+    """What a step's backward pass allocates, by what it saves: by counting, in proportion to what the compiler said."""
+    scale = 1.0 if said is None else said / max(analytic.backward_bytes(traced, (), gpu=gpu), 1)
+    return lambda saved: int(scale * analytic.backward_bytes(traced, saved, gpu=gpu))
+
+
 def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_consts: int, n_carry: int,
-           again_inside: float, scale: float) -> Iterator[_Step]:  # fmt: skip
+           again_inside: float, need: Callable[[tuple[int, ...]], int]) -> Iterator[_Step]:  # fmt: skip
     """A step that keeps everything first, then regions that save less and less."""
     carry_bytes = sum(sizes[n_consts : n_consts + n_carry])
     reads = zip(traced.function.reads, traced.inputs, strict=True)
@@ -231,12 +239,12 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_c
     residuals = {r for r in traced.residuals if compat.is_var(r) and r not in given}
     kept = sum(aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype"))
     inside = Inside(ways=inner)
-    yield _Step({"inside": inside}, kept, kept + int(scale * analytic.backward_bytes(traced, ())), again_inside)
+    yield _Step({"inside": inside}, kept, kept + need(()), again_inside)
     # a value that is carried on is stacked once more when it is saved by name: nothing is free here
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         again = choice.recompute_flops + again_inside
-        yield _Step({"inside": inside, "is_recomputed": True, "saved": choice.saved}, carry_bytes + choice.saved_bytes,
-                    int(scale * analytic.backward_bytes(traced, choice.saved)), again)  # fmt: skip
+        fields = {"inside": inside, "is_recomputed": True, "saved": choice.saved}
+        yield _Step(fields, carry_bytes + choice.saved_bytes, need(choice.saved), again)
 
 
 def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step]) -> Iterator[_Step]:
