@@ -92,6 +92,7 @@ class _Emitter:
     weights: frozenset[int] = field(init=False)
     shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
     eqns: Sequence[Any] = field(init=False)
+    whiles: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.variables = [*self.program.invars, *(v for eqn in self.program.eqns for v in eqn.outvars)]
@@ -102,6 +103,7 @@ class _Emitter:
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
         graph, eqns = self.program.graph, self.program.eqns
         self.eqns = without_scatter(eqns) if segments or self.barriers else eqns
+        self.whiles = tuple(i for i, eqn in enumerate(eqns) if holds_while(eqn)) if segments else ()
         steps, _ = self.steps(0, len(graph.nodes), segments, scope)
         index = {v: i for i, v in enumerate(self.variables)}
         outputs = [index[a] if compat.is_var(a) else a for a in self.program.outvars]
@@ -185,10 +187,9 @@ class _Emitter:
 
     def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
         """What a region with a `while` in it reads and passes no tangent of on."""
-        eqns = self.eqns[piece.start : piece.stop]
-        if not any(map(holds_while, eqns)):
+        if bisect_left(self.whiles, piece.start) == bisect_left(self.whiles, piece.stop):
             return frozenset()
-        found = reaching(eqns, [self.variables[v] for v in returns])
+        found = reaching(self.eqns[piece.start : piece.stop], [self.variables[v] for v in returns])
         return frozenset(v for v in reads if has_tangent(self.variables[v]) and self.variables[v] not in found)
 
     def _check(self, segment: Segment) -> None:
