@@ -177,7 +177,9 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
     """One picture a network, its targets side by side."""
     panels: dict[str, list[str]] = {}
     for name in names(measured):
-        panels.setdefault(name.split("/")[1], []).append(name)
+        peers, ours = relative(measured, name)
+        if ours or len(peers) > 1:  # more than the plain one, with which all is compared
+            panels.setdefault(name.split("/")[1], []).append(name)
     paths = [folder / f"{network}.png" for network in panels]
     for path, wanted in zip(paths, panels.values(), strict=True):
         fig, axes = plt.subplots(1, len(wanted), figsize=(7 * len(wanted), 4.5), squeeze=False, layout="constrained")
