@@ -109,18 +109,18 @@ class Row:
 
 
 @functools.cache
-def rows(seed, shares=SHARES):
+def rows(seed, shares=SHARES, planner="auto"):
     """Plan a program under every budget; one that is refused is asked for again with the least that was named."""
     loss, args = program(seed)
     store, found, needs = Store(None), [], {}
     plain = jaxsub.measure(loss, *args).temp_bytes
     for share in shares:
         budget, was_refused = int(share * plain), False
-        n_compiles, plan = planned(loss, args, budget, store)
+        n_compiles, plan = planned(loss, args, budget, store, planner)
         if isinstance(plan, jaxsub.InfeasibleBudgetError):
             assert plan.least_bytes > budget
             budget, was_refused = plan.least_bytes, True
-            again, plan = planned(loss, args, budget, store)
+            again, plan = planned(loss, args, budget, store, planner)
             n_compiles = max(n_compiles, again)
         assert not isinstance(plan, Exception), f"program {seed}: the least, {budget} bytes, was refused: {plan}"
         shape = plan.segments, plan.barriers, plan.loops
@@ -131,7 +131,7 @@ def rows(seed, shares=SHARES):
     return tuple(found)
 
 
-def planned(loss, args, budget, store):
+def planned(loss, args, budget, store, planner="auto"):
     """How many whole programs are compiled where nothing is remembered, and the plan or the refusal.
 
     What another budget has compiled already counts all the same.
@@ -148,7 +148,7 @@ def planned(loss, args, budget, store):
         patch.setattr(Verifier, "_recall", recalled)
         patch.setattr(Verifier, "_compile", lambda *args: compiled.append(1) or compiles(*args))
         try:
-            plan = jaxsub.plan(loss, *args, budget=budget, cache=store, progress=False)
+            plan = jaxsub.plan(loss, *args, budget=budget, planner=planner, cache=store, progress=False)
         except jaxsub.InfeasibleBudgetError as refused:
             plan = refused
     return len(compiled), plan
@@ -191,6 +191,15 @@ def test_the_check_can_fail(row, words):
 def test_every_budget_holds_for_many(seed):
     """The same for 200 programs."""
     check(rows(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("planner", ["chen", "cheap", "recursive", "revolve"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_budget_holds_whoever_plans(seed, planner):
+    """The same of the other planners that work out all budgets at once."""
+    check(rows(seed, SHARES, planner))
 
 
 @pytest.mark.slow
