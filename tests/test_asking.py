@@ -43,7 +43,7 @@ def test_products_are_left_to_cublas_in_all_probes_or_in_none(monkeypatch):
     compiler = Compiler(lambda self: self.asked[-1] == "untiled")
     monkeypatch.setattr("jaxsub.asking.compile_for", compiler)
     store, names = Store(None), ("fused", "untiled", "later")
-    asker = Asker(H100, store)
+    asker = Asker(H100, store, workers=1)  # in order
     assert asked(asker, "fused") == {("fused",): 10}
     assert asked(asker, "fused", "untiled") == {("fused",): 1000, ("untiled",): 1000}
     assert asked(asker, "later")["later",] == 1000
@@ -67,9 +67,9 @@ def test_a_chain_holds_no_figures_of_before(monkeypatch):
     cuts = cut_choices(program)[0]
     compiler = Compiler(lambda self: False)
     monkeypatch.setattr("jaxsub.asking.compile_for", compiler)
-    Pricer(program, H100).chain(cuts)
+    Pricer(program, H100, workers=1).chain(cuts)
     for turn in (1, len(compiler.asked)):
         monkeypatch.setattr("jaxsub.asking.compile_for", Compiler(lambda self, turn=turn: len(self.asked) == turn))
-        chain = Pricer(program, H100).chain(cuts)
+        chain = Pricer(program, H100, workers=1).chain(cuts)
         assert {stage.forward_bytes for stage in chain.stages} == {1000}
         assert {option.transient_bytes for item in chain.items for option in item.options} >= {1000}
