@@ -316,9 +316,9 @@ class _Emitter:
 
     def _sums_last_first(self, weights: Sequence[int], stop: int) -> list[int]:
         """Weights in order; those of them that are read from `stop` on too, whose gradients are sums, turned round."""
-        summed = [w for w in weights if self.program.graph.is_joined(w, stop)]
-        turned = reversed(summed)
-        return [next(turned) if w in set(summed) else w for w in weights]
+        is_summed = [self.program.graph.is_joined(w, stop) for w in weights]
+        turned = reversed([w for w, summed in zip(weights, is_summed, strict=True) if summed])
+        return [next(turned) if summed else w for w, summed in zip(weights, is_summed, strict=True)]
 
     def _weights_read(self, piece: range) -> list[int]:
         return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]

@@ -353,15 +353,10 @@ def test_aims_that_are_missed_are_told(monkeypatch):
     monkeypatch.syspath_prepend(str(examples))
     monkeypatch.syspath_prepend(str(examples / "benchmarks"))
     broken = importlib.import_module("prediction").broken
-    rows = {
-        f"compiled/cpu/chain/{n}": {"predicted": 1000 + 9 * n, "occupied": 1000, "allocated": 1000} for n in range(3)
-    }
+    rows = {f"compiled/cpu/chain/{n}": {"predicted": 1000 + 9 * n, "occupied": 1000} for n in range(3)}
     assert not list(broken(rows))
-    rows["compiled/cpu/chain/9"] = {"predicted": 90, "occupied": 100, "allocated": 120}
-    rows["compiled/cpu/chain/10"] = {"predicted": 132, "occupied": 100, "allocated": 120}
+    rows["compiled/cpu/chain/9"] = rows["compiled/cpu/chain/10"] = {"predicted": 90, "occupied": 100}
     said = list(broken(rows))
     assert said == [f"compiled costs, cpu: {what}" for what in ("median error 1.8%, the aim is 1%",
                                                                 "worst error 10.0%, the aim is 8%")]  # fmt: skip
     assert not list(broken({key.replace("compiled", "analytic"): row for key, row in list(rows.items())[:3]}))
-    between = {"predicted": 110, "occupied": 100, "allocated": 120}
-    assert not list(broken({"compiled/cpu/chain/9": between}))  # gaps in the compiler's heap, of which no plan can know

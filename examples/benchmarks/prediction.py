@@ -1,10 +1,9 @@
 """How well peaks are predicted: what is predicted of plans at their first try, beside what the compiler allocates.
 
 For each network, target and budget a plan is made and compiled, before any repair: once with costs that the compiler
-was asked for, stage by stage, and once with analytic costs, made without any compiler. `of allocated` is predicted over
-allocated bytes, less one; `packing` is what the compiler allocates over the most that it occupies at one time: the gaps
-that its heap is left with, which no plan can know of. `error` is what of the first the second does not explain: none
-where the prediction lies between what is occupied and what is allocated, else how far it is from the nearer.
+was asked for, stage by stage, and once with analytic costs, made without any compiler. `error` is predicted over
+occupied bytes, less one; `of allocated` is predicted over allocated bytes, less one; `packing` is what the compiler
+allocates over the most that it occupies at one time: the gaps that its heap is left with, which no plan can know of.
 
     python examples/benchmarks/prediction.py            # resumed where it was stopped
     python examples/benchmarks/prediction.py --toy      # toy networks, on the CPU
@@ -72,10 +71,9 @@ PAGE = """# Predicted peaks beside compiled ones
 `python examples/benchmarks/prediction.py --table > examples/results/prediction/README.md` makes this page of the JSON
 file here; the same command without `--table` measures what is missing in it. Each plan is the planner's first, before
 any repair. MiB: what is predicted; the most that the compiled gradient occupies at one time; what the compiler
-allocates for it. `of allocated` is predicted over allocated, less one; `packing` is allocated over occupied, less one:
-gaps in the compiler's heap, of which no plan can know. `error` is what packing does not explain: none where the
-prediction lies between occupied and allocated, else predicted over the nearer, less one. A budget below the least gives
-the least plan.
+allocates for it. `error` is predicted over occupied, less one, and what the aims are for; `of allocated` is predicted
+over allocated, less one; `packing` is allocated over occupied, less one: gaps in the compiler's heap, of which no plan
+can know. A budget below the least gives the least plan.
 """
 
 
@@ -172,8 +170,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def error(row: dict[str, Any]) -> float:
-    """Predicted bytes over the nearest that packing explains, less one."""
-    return float(row["predicted"] / min(max(row["predicted"], row["occupied"]), row["allocated"]) - 1)
+    """Predicted over occupied bytes, less one."""
+    return float(row["predicted"] / row["occupied"] - 1)
 
 
 def of_allocated(row: dict[str, Any]) -> float:

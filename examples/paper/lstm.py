@@ -40,7 +40,7 @@ QUICK_UNROLLED, QUICK_SCANNED = (4,), ()
 ALLOCATED = {"no optimization": "none", "inplace": "inplace", "sharing": "sharing", "sublinear plan": "sharing"}
 SHARES, QUICK_SHARES = (12, 24, 35), (2,)
 MOST_FLOPS = {(steps, share): most for steps in (32, 64) for share, most in ((12, 1.0), (24, 1.22), (35, 1.3))}
-"""What plans of the unrolled network are to cost at most, by steps and share; one extra forward pass at others."""
+"""What plans of the unrolled network are to cost at most, by steps and share; one extra forward pass elsewhere."""
 COLORS = ("#8a8a8a", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
 
 
@@ -114,21 +114,17 @@ def table(measured: Measured) -> None:
 
 
 def broken(measured: Measured) -> Iterator[str]:
-    """Plans over their budgets; unrolled, also those that are refused or cost more than they may.
-
-    A scan adds up its weights' gradients beside everything else, whatever its length: what it takes is told, no more.
-    """
+    """Plans that are refused, over their budgets, or cost more than they may."""
     for key, figures in measured.items():
-        account, steps, strategy = key.split("/")
-        is_scan = account == "scan"
-        if "least_bytes" in figures and not is_scan:
+        if "least_bytes" in figures:
             yield f"{key}: {mib(figures['refused_bytes'])} refused; the least is {mib(figures['least_bytes'])}"
         elif "plain_bytes" in figures:
+            account, steps, strategy = key.split("/")
             share = int(strategy.split(" of ")[1])
             yield from over_budget(key, figures["bytes"], figures["plain_bytes"] / share)
-            most = MOST_FLOPS.get((int(steps), share), ONE_FORWARD_PASS)
-            if figures["flops_ratio"] > most and not is_scan:
-                yield f"{key}: FLOPs x {figures['flops_ratio']:.3f}, more than x {most:.2f}"
+            most = MOST_FLOPS.get((int(steps), share)) if account == "unrolled" else None
+            if figures["flops_ratio"] > (most or ONE_FORWARD_PASS):
+                yield f"{key}: FLOPs x {figures['flops_ratio']:.3f}, more than x {most or ONE_FORWARD_PASS:.2f}"
 
 
 def draw(measured: Measured, path: Path) -> None:
