@@ -12,7 +12,7 @@ from machine import Machine, MachineError, all_runs, extra_steps, random_chain, 
 
 from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage
 from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.planners import tables
+from jaxsub.planners import optimal, tables
 from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
 from jaxsub.planners.tables import depth, tables_of
 from jaxsub.replay import extra_flops, predict
@@ -154,6 +154,47 @@ def test_what_is_left_out_of_the_tables_of_long_chains_changes_no_plan(monkeypat
     bounds = bound(whole.costs, whole.singles)
     assert np.isinf(least[bounds < least]).all()
     assert (bounds < tables.MOST_FLOPS).any()
+
+
+@pytest.mark.parametrize("max_depth", [None, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_for_some_memory_and_work_hold_the_same_plans(seed, max_depth):
+    """Tables that are filled for more memory and less work than others hold every plan of theirs that is such a one."""
+    chain = random_chain(random.Random(seed).randint, 20, n_items=30)
+    most_bytes = predict(chain, chain.plain()).temp_bytes
+    whole = tables_of(chain, most_bytes, 90, max_depth)
+    steps = [int(m) for m in whole.steps(most_bytes)]
+    floor, most_flops = steps[len(steps) // 3], float(whole.top[0, steps[len(steps) // 2]])
+    for least_slots, most in ((floor, np.inf), (-1, most_flops), (floor, most_flops)):
+        part = tables_of(chain, most_bytes, 90, max_depth, max(0, least_slots + 0.5) * whole.unit_bytes, most)
+        wanted = [m for m in steps if m > least_slots and whole.top[0, m] <= most]
+        assert len(wanted) > 3
+        assert [m for m in map(int, part.steps(most_bytes)) if part.top[0, m] <= most] == wanted
+        assert [part.runs(m) for m in wanted] == [whole.runs(m) for m in wanted]
+        if least_slots > 0:
+            assert min(map(int, part.steps(most_bytes))) > least_slots
+
+
+def test_long_chains_get_the_same_plans_from_tables_that_hold_less(monkeypatch):
+    """At every budget, and at every step from the most memory down to the least."""
+    chain, filled = network(70, seed=3), []
+    most_bytes = predict(chain, chain.plain()).temp_bytes
+
+    def found():
+        for share in (0.9, 0.7, 0.5, 0.35, 0.25, 0.22):
+            yield solve(chain).runs(int(share * most_bytes))
+        yield from (runs for runs, *_ in solve(chain, slots=50)._steps(0, most_bytes, stride=3))
+
+    def spied(*args):
+        filled.append(args[4:])
+        return tables_of(*args)
+
+    monkeypatch.setattr(optimal, "tables_of", spied)
+    from_part = list(found())
+    assert any(least_bytes > 0 for least_bytes, _ in filled)
+    assert any(most_flops < np.inf for _, most_flops in filled)
+    monkeypatch.setattr(optimal, "tables_of", lambda *args: tables_of(*args[:4]))
+    assert from_part == list(found())
 
 
 @pytest.mark.parametrize(("n", "seed"), [(6, 0), (6, 1), (6, 2), (7, 3), (7, 4), (8, 5)])

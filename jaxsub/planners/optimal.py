@@ -46,6 +46,12 @@ CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
 DEEPEST = 12  # JAX traces each level of nesting in about 17 of the 1,000 calls deep that Python allows
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
+FLOOR = 0.6  # of a scale's most bytes: of long chains less is filled in only where it is asked for
+DOUBLINGS = 12  # tables are filled to a forward pass executed again, or the half of it, so many times
+
+Filling = tuple[int, bool, bool, bool, float]
+"""What tables hold: the scale; whether nesting is bounded, slots are coarse, and less than `FLOOR` of the scale is left
+out; and the most FLOPs that are executed again."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Solution:
     max_bytes: int
     slots: int
     max_depth: int
-    _filled: dict[tuple[int, bool, bool], Tables] = field(default_factory=dict, repr=False, compare=False)
+    _filled: dict[Filling, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self, budget_bytes: int) -> tuple[Run, ...]:
         """The cheapest runs that are predicted to fit.
@@ -80,7 +86,7 @@ class Solution:
         for useful in sorted(
             {self._useful(rung) for n_bytes in {budget_bytes, reach} for rung in self._rungs(n_bytes)}
         ):
-            found += self._cheapest(useful, budget_bytes, reach)
+            found += self._cheapest(useful, budget_bytes, reach, self._most_flops(found, budget_bytes))
         found = [f for f in found if f[1].temp_bytes <= budget_bytes]
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
@@ -90,6 +96,11 @@ class Solution:
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
         raise infeasible(budget_bytes, least_bytes, "optimal")
+
+    def _most_flops(self, found: Sequence[tuple[tuple[Run, ...], Prediction]], budget_bytes: int) -> float:
+        """What runs beside these may execute again to be taken: of long chains tables need not hold more."""
+        fitting = [p.extra_flops + EQUAL * p.forward_flops for _, p in found if p.temp_bytes <= budget_bytes]
+        return min(fitting, default=math.inf) if len(self.chain.stages) >= LONG else math.inf
 
     def _simplest(self, found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
         """The cheapest runs; of a long chain others as good as cheap that need no more, in clearly fewer regions."""
@@ -144,7 +155,9 @@ class Solution:
         rung = self._rung(n_bytes)
         return {rung, rung + 1} if n_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
 
-    def _cheapest(self, rung: int, budget_bytes: int, reach: int) -> list[tuple[tuple[Run, ...], Prediction]]:
+    def _cheapest(
+        self, rung: int, budget_bytes: int, reach: int, most_flops: float
+    ) -> list[tuple[tuple[Run, ...], Prediction]]:
         """The cheapest runs of one scale that are predicted to fit, in a list; none where none do.
 
         Where outputs may host much, many steps lie between the budget and `reach`. Of a long chain some are looked at,
@@ -153,7 +166,7 @@ class Solution:
         """
         above, coarse = reach * HEADROOM, 2 * (len(self.chain.stages) // LONG) + 1
         for stride in (1,) if reach == budget_bytes else dict.fromkeys((coarse, 1)):
-            for runs, prediction, n_bytes in self._steps(rung, above, stride=stride):
+            for runs, prediction, n_bytes in self._steps(rung, above, stride=stride, most_flops=most_flops):
                 if prediction.temp_bytes <= budget_bytes:
                     if stride == 1:
                         return [(runs, prediction)]
@@ -182,31 +195,47 @@ class Solution:
             rung -= 1
         return rung
 
-    def _tables(self, rung: int, is_bounded: bool = False, is_coarse: bool = False) -> Tables:
-        key = rung, is_bounded, is_coarse
-        if key not in self._filled:
-            while len(self._filled) >= KEPT_TABLES:
-                self._filled.pop(next(iter(self._filled)))
-            most = math.ceil(self._most_bytes(rung) * HEADROOM)
-            is_long = is_coarse or (is_bounded and len(self.chain.stages) > FEW_STAGES)
-            slots, max_depth = self.slots // (COARSER if is_long else 1), self.max_depth if is_bounded else None
-            self._filled[key] = tables_of(self.chain, most, slots, max_depth)
-        return self._filled[key]
+    def _tables(self, rung: int, is_bounded: bool = False, is_coarse: bool = False, is_floored: bool = False,
+                most_flops: float = math.inf) -> Tables:  # fmt: skip
+        for (*key, filled_flops), tables in self._filled.items():
+            if key == [rung, is_bounded, is_coarse, is_floored] and most_flops <= filled_flops:
+                return tables
+        while len(self._filled) >= KEPT_TABLES:
+            self._filled.pop(next(iter(self._filled)))
+        most_bytes = math.ceil(self._most_bytes(rung) * HEADROOM)
+        is_long = is_coarse or (is_bounded and len(self.chain.stages) > FEW_STAGES)
+        slots, max_depth = self.slots // (COARSER if is_long else 1), self.max_depth if is_bounded else None
+        steps = (self.chain.forward_flops / 2**i for i in reversed(range(DOUBLINGS)))
+        most_flops = next((flops for flops in steps if flops >= most_flops), math.inf)
+        least_bytes = FLOOR * self._most_bytes(rung) if is_floored else 0
+        tables = tables_of(self.chain, most_bytes, slots, max_depth, least_bytes, most_flops)
+        self._filled[rung, is_bounded, is_coarse, is_floored, most_flops] = tables
+        return tables
 
     def _steps(
-        self, rung: int, most_bytes: float, points: int | None = None, least_bytes: float = 0, stride: int = 1
-    ) -> Iterator[tuple[tuple[Run, ...], Prediction, float]]:
-        """Yield runs, predictions and memory for falling memory, nested no deeper than allowed."""
+        self, rung: int, most_bytes: float, points: int | None = None, least_bytes: float = 0, stride: int = 1,
+        most_flops: float = math.inf,
+    ) -> Iterator[tuple[tuple[Run, ...], Prediction, float]]:  # fmt: skip
+        """Yield runs, predictions and memory for falling memory, nested no deeper than allowed.
+
+        Of long chains those may be left out that execute more again than `most_flops`.
+        """
+        is_long = points is None and len(self.chain.stages) >= LONG
         for is_bounded in (False, True):
-            tables = self._tables(rung, is_bounded)
-            every = (int(m) for m in tables.steps(math.inf)[::stride][::-1])
-            steps = [m for m in every if least_bytes <= m * tables.unit_bytes <= most_bytes]
-            for slots in steps[:: max(1, len(steps) // points) if points else 1]:
-                runs = tables.runs(slots)
-                if depth(runs) > self.max_depth:
-                    most_bytes = (slots + 1) * tables.unit_bytes
-                    break
-                yield runs, predict(self.chain, runs), slots * tables.unit_bytes
+            for is_floored in (True, False) if is_long else (False,):
+                tables = self._tables(rung, is_bounded, is_floored=is_floored, most_flops=most_flops)
+                every = (int(m) for m in tables.steps(math.inf)[::-1][::stride])
+                steps = [m for m in every if least_bytes <= m * tables.unit_bytes <= most_bytes]
+                for slots in steps[:: max(1, len(steps) // points) if points else 1]:
+                    runs = tables.runs(slots)
+                    if depth(runs) > self.max_depth:
+                        most_bytes = (slots + 1) * tables.unit_bytes
+                        break
+                    yield runs, predict(self.chain, runs), slots * tables.unit_bytes
+                else:
+                    most_bytes = min(most_bytes, tables.floor * tables.unit_bytes)
+                    continue
+                break
             else:
                 return
 

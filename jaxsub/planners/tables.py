@@ -19,6 +19,7 @@ with options at the top level and without checkpointed tapes inside nests other 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ def _fill(costs: Costs, most: np.ndarray, nests: Nests, inner: Nests | None, s: 
     if s + 1 < n:
         _offer(costs, nests, s, s + 1, costs.kept[s], costs.kept_back[s], np.zeros(size, np.float32), scratch)
     if inner is not None:
-        for q in range(s + 1, n):
+        for q in (s + 1 + np.flatnonzero(costs.flops[s, s + 1 : n] <= most.max())).tolist():
             cost = costs.flops[s, q] + inner.extra[s, q - 1]
             (useful,) = (cost <= most).nonzero()
             if useful.size:
@@ -120,6 +121,7 @@ class Tables:
         top: `f32[s, m]`: the least extra FLOPs of stages `s` to the last at the top level.
         singles: `[s]`: all but nests that may stand at stage `s` at the top level.
         is_bounded: Whether nesting is bounded.
+        floor: Steps in so many slots or fewer are not known; -1 where all are.
     """
 
     costs: Costs
@@ -127,6 +129,7 @@ class Tables:
     top: np.ndarray
     singles: tuple[tuple[Single, ...], ...]
     is_bounded: bool
+    floor: int = -1
 
     @property
     def unit_bytes(self) -> float:
@@ -135,9 +138,9 @@ class Tables:
 
     def steps(self, most_bytes: float) -> np.ndarray:
         """Slots, up to so many bytes, at which the last one has bought something, in rising order; maybe none."""
-        line = self.top[0]
+        line, slots = self.top[0], np.arange(self.top.shape[1])
         before = np.concatenate([[INFINITE], line[:-1]])
-        return np.flatnonzero((line < before) & (np.arange(line.size) * self.unit_bytes <= most_bytes))
+        return np.flatnonzero((line < before) & (slots > self.floor) & (slots * self.unit_bytes <= most_bytes))
 
     def runs(self, slots: int) -> tuple[Run, ...]:
         """Read the cheapest runs in so many slots back from the tables; there must be some."""
@@ -148,26 +151,32 @@ class Tables:
         return _nest(self, len(self.levels) - 1, start, stop, slots)
 
 
-def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = None) -> Tables:
-    """Fill all tables.
+def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = None,
+              least_bytes: float = 0, most_flops: float = math.inf) -> Tables:  # fmt: skip
+    """Fill all tables, with what plans in so much memory that execute no more again may need: the less, the sooner.
 
     Args:
         chain: The chain.
         max_bytes: The most memory to plan for, in bytes.
         slots: About how many slots to divide it into; fewer where the tables would take over a quarter of a GiB.
         max_depth: How deep regions may stand in each other; `None` for any depth.
+        least_bytes: The least memory that plans are wanted for, in bytes.
+        most_flops: What plans that are wanted execute again at most.
     """
     entries = len(chain.stages) ** 2 / 2 * (max_depth or 1)
     costs = costs_of(chain, max_bytes, max(16, min(slots, int(TABLE_BYTES / 4 / entries))))
     singles = tuple(tuple(_top_single(costs, s)) for s in range(len(chain.stages)))
-    most = _most_flops(costs, singles)
+    most = np.minimum(_most_flops(costs, singles), np.float32(min(most_flops, float(MOST_FLOPS))))
+    floor = min(int(least_bytes / costs.unit_bytes), costs.n_slots) if least_bytes else -1
+    most = np.minimum(most, most[max(floor, 0)])  # no plan in more slots executes more again
     if max_depth is None:
         levels = [nest_table(costs, most, None, is_bounded=False)]
     else:
         levels = [nest_table(costs, most, None, is_bounded=True)]
         for _ in range(max_depth - 1):
             levels.append(nest_table(costs, most, levels[-1], is_bounded=True))
-    return Tables(costs, tuple(levels), _top_table(costs, singles, most, levels[-1]), singles, max_depth is not None)
+    top = _top_table(costs, singles, most, levels[-1])
+    return Tables(costs, tuple(levels), top, singles, max_depth is not None, floor)
 
 
 def _most_flops(costs: Costs, singles: tuple[tuple[Single, ...], ...]) -> np.ndarray:
