@@ -34,6 +34,7 @@ import jax
 
 from jaxsub import compat
 from jaxsub.errors import PlannerError
+from jaxsub.fences import barrier, kernels_of
 from jaxsub.flops import bodies_of
 from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
@@ -90,6 +91,7 @@ class _Emitter:
     last_use: tuple[int, ...] = field(init=False)
     gradient_use: tuple[int, ...] = field(init=False)
     weights: frozenset[int] = field(init=False)
+    flat: frozenset[int] = field(init=False)
     shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
     eqns: Sequence[Any] = field(init=False)
     whiles: tuple[int, ...] = field(init=False)
@@ -99,6 +101,8 @@ class _Emitter:
         self.last_use = self.program.graph.last_uses()
         self.gradient_use = self.program.graph.gradient_uses()
         self.weights = self.program.graph.weights()
+        is_alone = is_gpu(self.program.platform) and not self.program.shardings  # what is split must not be made flat
+        self.flat = kernels_of(self.program.graph) if self.barriers and is_alone else frozenset()
 
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
         graph, eqns = self.program.graph, self.program.eqns
@@ -129,7 +133,7 @@ class _Emitter:
                 weights = [w for w in weights if w not in crossing]
                 last_first = (*weights[::-1], *reversed(crossing))
                 first_first = (*crossing, *self._sums_last_first(weights, piece.stop))
-                steps.append(_barrier(last_first if is_gpu(self.program.platform) else first_first))
+                steps.append(barrier(last_first if is_gpu(self.program.platform) else first_first, self.flat))
             if segment is None:
                 steps.append(self._slice(piece))
             else:
@@ -322,13 +326,6 @@ class _Emitter:
 
     def _weights_read(self, piece: range) -> list[int]:
         return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]
-
-
-def _barrier(values: Sequence[int]) -> Step:
-    def step(env: Env) -> None:
-        env.update(zip(values, compat.fence([env[v] for v in values]), strict=True))
-
-    return step
 
 
 def _name(names: dict[int, str]) -> Step:

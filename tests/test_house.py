@@ -41,6 +41,7 @@ JAX_WING = (
     "probes",
     "asking",
     "tangents",
+    "fences",
     "regions",
     "loops",
     "waycosts",

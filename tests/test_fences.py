@@ -1,0 +1,118 @@
+"""For a GPU the kernels of convolutions stand behind gradient barriers as flat arrays: their gradients lie in place."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from models import conv, resnet
+
+import jaxsub
+from jaxsub import fences, regions
+from jaxsub.emit import emit
+from jaxsub.flops import bodies_of
+from jaxsub.plan import Budget, Plan
+from jaxsub.program import trace
+
+WIDTH, LAYERS = 128, 8
+
+
+def loss(kernels, x):
+    """A chain of convolutions."""
+    for kernel in kernels:
+        x = jnp.tanh(conv(kernel.astype(x.dtype), x))
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def shapes(dtype=jnp.float32):
+    kernel = jax.ShapeDtypeStruct((3, 3, WIDTH, WIDTH), jnp.float32)
+    return [kernel] * LAYERS, jax.ShapeDtypeStruct((2, 8, 8, WIDTH), dtype)
+
+
+def residual():
+    """A residual network, and the shapes of its arguments."""
+    built, init = resnet((3, 3), batch=2, size=32, width=64, classes=10)
+    return built, jax.eval_shape(init, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("network", "share"), [(residual, 0.85), (lambda: (loss, shapes("bfloat16")), 0.65)], ids=["residual", "bfloat16"]
+)
+def test_gradients_of_kernels_do_not_stand_twice_on_a_gpu(monkeypatch, network, share):
+    """In a layout of cuDNN's until the program's end, and in their own: so they would without being made flat."""
+    fun, args = network()
+    plan = jaxsub.plan(fun, *args, planner="barriers", target="h100", verify=False, cache=False)
+
+    def temp_bytes():
+        run = jaxsub.sublinear(fun, plan=plan, target="h100", verify=False)
+        return jaxsub.measure(run, *args, target="h100").temp_bytes
+
+    flat = temp_bytes()
+    monkeypatch.setattr(regions, "kernels_of", lambda graph: frozenset())
+    assert flat < share * temp_bytes()
+
+
+def test_flat_kernels_change_no_value():
+    """Results and gradients of a program for a GPU, executed here, are those of the plain function."""
+    kernels = [jax.random.normal(jax.random.key(i), (3, 3, 4, 4)) for i in range(3)]
+    x = jax.random.normal(jax.random.key(9), (2, 6, 6, 4))
+    program = replace(trace(loss, (kernels, x), {}, argnums=0), platform="cuda")
+    starts = [n.index for n in program.graph.nodes if n.is_costly]
+    fun = emit(program, Plan(program.fingerprint, Budget(), len(program.eqns), (), tuple(starts[1:])))
+    inputs = [*program.consts, *kernels, x]
+
+    def called(*inputs):
+        return fun(*inputs)[0]
+
+    assert len(list(barriers(jax.make_jaxpr(called)(*inputs)))) == 2
+    ours = jax.value_and_grad(called, argnums=tuple(range(len(inputs) - 1)))(*inputs)
+    value, gradients = jax.value_and_grad(loss)(kernels, x)
+    chex.assert_trees_all_close(ours, (value, tuple(gradients)), rtol=1e-6)
+
+
+def barriers(jaxpr):
+    """The barriers of a jaxpr, those in calls and regions too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            yield eqn
+        for body in bodies_of(eqn):
+            yield from barriers(body)
+
+
+def fenced_ranks(target, *args):
+    """Ranks of the weights that barriers hold when the loss is planned with them."""
+    plan = jaxsub.plan(loss, *args, planner="barriers", target=target, verify=False, cache=False)
+    traced = jax.make_jaxpr(jaxsub.sublinear(loss, plan=plan, target=target, verify=False))(*args)
+    return {v.aval.ndim for eqn in barriers(traced) for v in eqn.invars if v.aval.size == 9 * WIDTH * WIDTH}
+
+
+def test_kernels_keep_their_shape_on_a_cpu_and_where_they_are_split():
+    """A CPU has one layout; a flat array of what several devices hold a part of would be gathered."""
+    kernels, x = shapes()
+    assert fenced_ranks("h100", kernels, x) == {1}
+    assert fenced_ranks("cpu", kernels, x) == {4}
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "model"))
+    program = trace(loss, (kernels, x), {}, argnums=0)
+    assert program.shardings == ()
+    shardings = (*[split] * LAYERS, None)
+    spread = replace(program, platform="cuda", shardings=shardings)
+    emitter = regions._Emitter(spread, (1,))
+    assert emitter.flat == frozenset()
+    assert regions._Emitter(replace(spread, shardings=()), (1,)).flat == frozenset(range(LAYERS))
+
+
+def test_what_convolutions_do_not_read_as_a_kernel_is_no_kernel():
+    """Data, weights of products, and kernels that are made of weights."""
+
+    def mixed(kernel, made, weight, x):
+        x = conv(jnp.tanh(made), conv(kernel, x))
+        return jnp.sum(x.mean((1, 2)) @ weight)
+
+    kernel, x = jnp.ones((3, 3, 4, 4)), jnp.ones((2, 6, 6, 4))
+    program = trace(mixed, (kernel, kernel, jnp.ones((4, 5)), x), {}, argnums=(0, 1, 2))
+    assert fences.kernels_of(program.graph) == {0}
+    frozen = trace(mixed, (kernel, kernel, jnp.ones((4, 5)), x), {}, argnums=(1, 2))
+    assert fences.kernels_of(frozen.graph) == frozenset()
