@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub import compat
+from jaxsub.fences import barrier, kernels_of
 from jaxsub.graph import Value
 from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
@@ -246,15 +247,20 @@ def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], s
     gradients = [next(earlier) + g if sums and i in function.joined else g
                  for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
     values = [program.graph.values[function.reads[i]] for i in function.differentiated]
-    gradients = _held(gradients, values) if is_gpu(program.platform) else jax.lax.optimization_barrier(tuple(gradients))
+    if is_gpu(program.platform):
+        flat = frozenset() if program.shardings else kernels_of(program.graph)
+        gradients = _held(gradients, values, flat)
+    else:
+        gradients = jax.lax.optimization_barrier(tuple(gradients))
     is_out = [v.producer is None and (not is_summed or v.index in apart) for v in values]
     weights = [g for g, goes_out in zip(gradients, is_out, strict=True) if goes_out]
     others = [g for g, goes_out in zip(gradients, is_out, strict=True) if not goes_out]
     return weights, sum((jnp.sum(g).real.astype(jnp.float32) for g in others), jnp.zeros((), jnp.float32))
 
 
-def _held(gradients: Sequence[Any], values: Sequence[Value]) -> list[Any]:
-    """Gradients behind one barrier in the order of plans for GPUs: of weights that are read last first, then others."""
+def _held(gradients: Sequence[Any], values: Sequence[Value], flat: frozenset[int]) -> list[Any]:
+    """Gradients behind one barrier as in plans for GPUs: of weights read last first, some flat, then others."""
     order = sorted(range(len(values)), key=lambda i: (0, -i) if values[i].producer is None else (1, -values[i].index))
-    held = dict(zip(order, jax.lax.optimization_barrier(tuple(gradients[i] for i in order)), strict=True))
+    held = dict(enumerate(gradients))
+    barrier(order, frozenset(i for i, v in enumerate(values) if v.index in flat))(held)
     return [held[i] for i in range(len(values))]
