@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jaxsub import compat
 from jaxsub.graph import Graph
 
@@ -46,13 +48,19 @@ def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callab
 
     Args:
         values: The values, in the order in which they are held.
-        flat: Those that stand behind it flat.
+        flat: Those that stand behind it flat, except where several devices hold a part each, as the body of a loop may
+            find out when it is traced.
     """
 
     def step(env: dict[int, Any]) -> None:
-        shapes = [env[v].shape if v in flat else None for v in values]
+        shapes = [env[v].shape if v in flat and not _is_split(env[v]) else None for v in values]
         given = [env[v] if shape is None else env[v].reshape(-1) for v, shape in zip(values, shapes, strict=True)]
         held = zip(values, compat.fence(given), shapes, strict=True)
         env.update((v, x if shape is None else x.reshape(shape)) for v, x, shape in held)
 
     return step
+
+
+def _is_split(x: Any) -> bool:
+    """Whether several devices hold a part each, by the axes of an explicit mesh: a flat array has no such parts."""
+    return any(axes is not None for axes in jax.typeof(x).sharding.spec)

@@ -104,6 +104,26 @@ def test_kernels_keep_their_shape_on_a_cpu_and_where_they_are_split():
     assert regions._Emitter(replace(spread, shardings=()), (1,)).flat == frozenset(range(LAYERS))
 
 
+def test_split_kernels_keep_their_shape_in_the_body_of_a_loop():
+    """A body knows of no shardings before it is traced: there the axes of an explicit mesh tell."""
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "model"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = fences.barrier([0], frozenset([0]))
+
+    def held(kernel):
+        env = {0: kernel}
+        step(env)
+        return env[0]
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        ranks = [
+            [v.aval.ndim for eqn in barriers(jax.make_jaxpr(held)(given)) for v in eqn.invars]
+            for given in (jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32, sharding=s) for s in (split, whole))
+        ]
+    assert ranks == [[4], [1]]
+
+
 def test_what_convolutions_do_not_read_as_a_kernel_is_no_kernel():
     """Data, weights of products, and kernels that are made of weights."""
 
