@@ -15,32 +15,25 @@ from typing import Any
 import jax
 
 from jaxsub import compat
-from jaxsub.graph import Graph
+from jaxsub.program import Program
+from jaxsub.targets import is_gpu
 
-CONVOLUTION, CAST = "conv_general_dilated", "convert_element_type"
 
-
-def kernels_of(graph: Graph) -> frozenset[int]:
-    """The differentiated inputs of a program that convolutions read as kernels, in their own type or another.
+def flat_kernels(program: Program) -> frozenset[int]:
+    """The kernels that stand behind gradient barriers flat: for a GPU, of programs that are not split over devices.
 
     Example:
+        >>> from dataclasses import replace
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from jaxsub.program import trace
         >>> conv = lambda w, x: jnp.sum(jax.lax.conv(x, w.astype("float16"), (1, 1), "SAME"))
-        >>> args = jnp.ones((4, 3, 3, 3)), jnp.ones((1, 3, 8, 8), "float16")
-        >>> kernels_of(trace(conv, args, {}, argnums=0).graph)
-        frozenset({0})
+        >>> program = trace(conv, (jnp.ones((4, 3, 3, 3)), jnp.ones((1, 3, 8, 8), "float16")), {}, argnums=0)
+        >>> [sorted(flat_kernels(replace(program, platform=name))) for name in ("cuda", "cpu")]
+        [[0], []]
     """
-    found = set()
-    for node in graph.nodes:
-        if node.primitive == CONVOLUTION and node.inputs:
-            value = graph.values[node.inputs[-1]]
-            if value.producer is not None and graph.nodes[value.producer].primitive == CAST:
-                value = graph.values[graph.nodes[value.producer].inputs[0]]
-            if value.producer is None and value.is_differentiated:
-                found.add(value.index)
-    return frozenset(found)
+    is_whole = not program.shardings  # a flat array of what is split would be gathered
+    return program.graph.kernels() if is_gpu(program.platform) and is_whole else frozenset()
 
 
 def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], None]:

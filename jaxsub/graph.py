@@ -128,6 +128,10 @@ class Graph:
         """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
         return self._weights
 
+    def kernels(self) -> frozenset[int]:
+        """The differentiated inputs that convolutions read as kernels, in their own type or another."""
+        return self._kernels
+
     def is_joined(self, value: int, stop: int) -> bool:
         """Whether a differentiated input is read at node `stop` or later: a sum of its gradients stands before that."""
         found = self.values[value]
@@ -178,6 +182,13 @@ class Graph:
             if node.flops == 0 and len(set(node.inputs)) == 1 and node.inputs[0] in found:
                 found.update(node.outputs)
         return frozenset(found)
+
+    @cached_property
+    def _kernels(self) -> frozenset[int]:
+        read = (self.values[n.inputs[-1]] for n in self.nodes if n.primitive == "conv_general_dilated" and n.inputs)
+        casts = {n.index: n.inputs[0] for n in self.nodes if n.primitive == "convert_element_type"}
+        given = (v if v.producer is None else self.values[casts.get(v.producer, v.index)] for v in read)
+        return frozenset(v.index for v in given if v.producer is None and v.is_differentiated)
 
 
 def graph_of(

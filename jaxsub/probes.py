@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub import compat
-from jaxsub.fences import barrier, kernels_of
+from jaxsub.fences import barrier, flat_kernels
 from jaxsub.graph import Value
 from jaxsub.hoisting import TOGETHER
 from jaxsub.options import RunFunction, read_avals, run_function, vjp_of
@@ -248,8 +248,7 @@ def _finish(program: Program, function: RunFunction, gradients: Sequence[Any], s
                  for i, g in zip(function.differentiated, gradients, strict=True)]  # fmt: skip
     values = [program.graph.values[function.reads[i]] for i in function.differentiated]
     if is_gpu(program.platform):
-        flat = frozenset() if program.shardings else kernels_of(program.graph)
-        gradients = _held(gradients, values, flat)
+        gradients = _held(gradients, values, flat_kernels(program))
     else:
         gradients = jax.lax.optimization_barrier(tuple(gradients))
     is_out = [v.producer is None and (not is_summed or v.index in apart) for v in values]

@@ -34,7 +34,7 @@ import jax
 
 from jaxsub import compat
 from jaxsub.errors import PlannerError
-from jaxsub.fences import barrier, kernels_of
+from jaxsub.fences import barrier, flat_kernels
 from jaxsub.flops import bodies_of
 from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
@@ -101,8 +101,7 @@ class _Emitter:
         self.last_use = self.program.graph.last_uses()
         self.gradient_use = self.program.graph.gradient_uses()
         self.weights = self.program.graph.weights()
-        is_alone = is_gpu(self.program.platform) and not self.program.shardings  # what is split must not be made flat
-        self.flat = kernels_of(self.program.graph) if self.barriers and is_alone else frozenset()
+        self.flat = flat_kernels(self.program)
 
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
         graph, eqns = self.program.graph, self.program.eqns

@@ -21,10 +21,11 @@ from typing import Any
 
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.offers import HALF, NEARLY, NOTHING, lowest, predicted_bytes, promising, settle, share_again
+from jaxsub.offers import GAIN, HALF, NEARLY, NOTHING, lowest, predicted_bytes, promising, settle, share_again
 from jaxsub.plan import Measurement, Plan
 from jaxsub.planners import Planner
 from jaxsub.planners.fit import is_better
+from jaxsub.planners.plain import Bare
 from jaxsub.verify import Verifier, finish, peak_line, standing
 
 MOST_COMPILES = 6
@@ -90,10 +91,10 @@ def fit(
     if search.best is None:
         search.least(lowest(verifier.pricer, planner, cut_choices))
         ways = [offer.cuts, *ways]  # that the least fits says nothing of what lies between
-    if search.best is not None:
-        search.others(ways)
-    else:
+    if search.best is None:
         raise _infeasible(verifier, search, budget_bytes)
+    search.others(ways)
+    search.without_barriers(offer.cuts)
     return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
 
 
@@ -210,6 +211,15 @@ class _Search:
                 plan = settle(self.verifier.pricer.anew(), cuts, self.planner, asked, NEARLY)
                 if share_again(plan) < again and self._may_try(plan, MOST_COMPILES):
                     self.try_(plan)
+
+    def without_barriers(self, cuts: Sequence[int]) -> None:
+        """Search plans without gradient barriers too, where these make a compiler hold zeros that it would not."""
+        again = share_again(self.best) if self.best else 0.0
+        if again > GAIN and any(stage.ahead_bytes for stage in self.verifier.pricer.chain(cuts).stages):
+            fenced, self.planner = self.planner, Bare(self.planner)
+            self.least_error = min(self.least_error, 0)  # what barriers add says nothing of these
+            self.run(cuts, MOST_COMPILES)
+            self.planner = fenced
 
     def least(self, choices: Sequence[Sequence[int]]) -> None:
         """Try the planner's least plans, found anew so that they are the same whatever was tried before."""

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxprs import equations
 
 import jaxsub
 from jaxsub import compat
-from jaxsub.flops import bodies_of
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
 
@@ -48,10 +48,7 @@ everywhere = pytest.mark.parametrize("wrap", [whole, predicted], ids=["whole", "
 
 def executed(jaxpr):
     """The primitives of a jaxpr and of all that it calls, each time it does."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for body in bodies_of(eqn):
-            yield from executed(body)
+    return (eqn.primitive.name for eqn in equations(jaxpr))
 
 
 def backward(f, *args):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jaxprs import barriers, count, equations
 
 import jaxsub
 from jaxsub import compat, sites
@@ -45,11 +46,7 @@ def is_region(eqn):
 
 def regions(jaxpr):
     """The regions of a jaxpr, found by equation, outermost first."""
-    for eqn in jaxpr.eqns:
-        if is_region(eqn):
-            yield eqn
-        for body in bodies_of(eqn):
-            yield from regions(body)
+    return filter(is_region, equations(jaxpr))
 
 
 def traced(program, plan):
@@ -154,12 +151,6 @@ def test_emitting_changes_nothing():
         chex.assert_trees_all_close(jax.jit(jax.value_and_grad(f))(W, X), wanted, rtol=1e-6)
 
 
-def count(jaxpr, primitive):
-    """How often a primitive is executed."""
-    inner = sum(count(body, primitive) for eqn in jaxpr.eqns for body in bodies_of(eqn))
-    return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
-
-
 def halves(start, stop):
     """Segments that halve a run of nodes, and their halves, and so on."""
     middle = (start + stop) // 2
@@ -256,15 +247,6 @@ def narrowing(ws, x):
     return jnp.sum(x**2)
 
 
-def fenced_shapes(jaxpr):
-    """Shapes of what the barriers of a jaxpr hold, calls and regions looked into."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            yield [v.aval.shape for v in eqn.invars]
-        for body in bodies_of(eqn):
-            yield from fenced_shapes(body)
-
-
 @pytest.mark.parametrize("is_step", [False, True], ids=["function", "step"])
 @pytest.mark.parametrize(("target", "shapes"), [("h100", [(6, 5), (7, 6), (3, 7)]), ("cpu", [(3, 7), (7, 6), (6, 5)])])
 def test_barriers_for_gpus_hold_first_what_is_made_first(target, shapes, is_step):
@@ -276,7 +258,8 @@ def test_barriers_for_gpus_hold_first_what_is_made_first(target, shapes, is_step
     run = jaxsub.sublinear(narrowing, plan=plan, target=None if is_step else target, verify=False)
     if is_step:
         run = sites.tried(run, sites.Trial(get_target(target)))
-    assert list(fenced_shapes(jax.make_jaxpr(run)(ws, x))) == [shapes]
+    held = [[v.aval.shape for v in values] for values in barriers(jax.make_jaxpr(run)(ws, x))]
+    assert held == [shapes]
 
 
 def test_barriers_in_loops_stand_in_the_order_of_the_program():

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax, random
+from jaxprs import equations
 from test_emit import regions
 from test_loops import assert_same, gradient_flops
 from test_results import by_result
 
 import jaxsub
 from jaxsub.budget import Budget
-from jaxsub.flops import bodies_of
 from jaxsub.loops import (
     body_program,
     branch_choices,
@@ -67,13 +67,6 @@ CONDITIONALS = (one_deep_branch, the_other_branch, three_branches, closed_over)
 HALVES = Inside((Segment(0, 4), Segment(4, 8)), (4, 8))
 
 
-def inner_eqns(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in bodies_of(eqn):
-            yield from inner_eqns(body)
-
-
 def inside_of(body):
     """Two regions and two barriers, where the body is long enough."""
     return HALVES if len(body.eqns) > 8 else Inside()
@@ -119,7 +112,7 @@ def test_regions_in_branches_are_there():
     """The branch that is planned holds two regions, the other none."""
 
     def counts(f):
-        (cond,) = (e for e in inner_eqns(jax.make_jaxpr(f)(WS, X)) if e.primitive.name == "cond")
+        (cond,) = (e for e in equations(jax.make_jaxpr(f)(WS, X)) if e.primitive.name == "cond")
         return [len(list(regions(branch))) for branch in cond.params["branches"]]
 
     assert counts(by_hand(one_deep_branch, WS, X)) == [0, 2]

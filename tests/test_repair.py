@@ -9,7 +9,7 @@ import pytest
 
 import jaxsub
 from jaxsub import repair
-from jaxsub.chain import Prediction
+from jaxsub.chain import Chain, Prediction, Stage
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.offers import FEW_STAGES, promising
 from jaxsub.plan import Budget, Measurement, Plan, Segment
@@ -210,6 +210,27 @@ def test_a_large_stage_is_cut_where_that_pays(coarse, fine, is_fine):
         return Plan("f", Budget(), 9, prediction=Prediction(budget_bytes, again[chain.cuts], 1.0, 0, "by hand"))
 
     assert [o.cuts for o in promising(pricer, planner, BUDGET, list(again))] == [list(again)[is_fine]]
+
+
+@pytest.mark.parametrize(("ahead", "again", "barriers"), [(1, 0.0, ()), (0, 0.3, (1,))])
+def test_barriers_are_left_out_where_they_hold_zeros_ahead(monkeypatch, ahead, again, barriers):
+    """They are, where what needs too much with them fits without."""
+    fenced, without = ((0.8, 0.9, 0.3), (0.99, 1.2, 0.0)), ((0.81, 0.95, 0.3), (0.98, 0.97, 0.0))
+    monkeypatch.setattr(repair, "finish", lambda program, plan, budget: plan)
+    table = Table(*fenced, *without)
+    table.plain = lambda: Plan("f", Budget(), 99, measurement=Measurement(2 * BUDGET, 0, 0, 0, 0.0, 0.0, "cpu"))
+    table.pricer.chain = lambda cuts: Chain((Stage(0, 9, ahead_bytes=ahead), Stage(9, 99, joined_bytes=1)), (), ())
+
+    def planner(chain, budget_bytes):
+        rows = fenced if any(stage.joined_bytes for stage in chain.stages) else without
+        plan = Table(*rows)(chain, budget_bytes)
+        number = table.rows.index(rows[plan.segments[0].stop - 1])
+        return plan.replace(segments=(Segment(0, number + 1),), barriers=(1,))
+
+    planner.is_quick = True
+    found = repair.fit(table, planner, Budget(), BUDGET, [(0, 99)])
+    assert (found.prediction.extra_flops, found.barriers) == (again, barriers)
+    assert table.compiles <= MOST_COMPILES
 
 
 def test_where_nothing_helps_the_least_is_the_function_as_it_is():

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jaxprs import count
 
 from jaxsub.compat import remat_flavour
 from jaxsub.emit import emit
-from jaxsub.flops import ELEMENTWISE_WEIGHT, bodies_of
+from jaxsub.flops import ELEMENTWISE_WEIGHT
 from jaxsub.options import choices, trace_run
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
@@ -50,10 +51,6 @@ def layers(w, x):
     for _ in range(3):
         x = jnp.tanh(x @ w)
     return jnp.sum(x**2)
-
-
-def count(jaxpr, name):
-    return sum((e.primitive.name == name) + sum(count(b, name) for b in bodies_of(e)) for e in jaxpr.eqns)
 
 
 @by_result

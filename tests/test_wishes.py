@@ -1,6 +1,5 @@
 """Mirror counts by name: values that bear a name are saved or made again as wished, whatever the planner."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -10,12 +9,12 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jaxprs import equations
 
 import jaxsub
 from jaxsub.budget import Budget
 from jaxsub.chain import Run
 from jaxsub.errors import UnsupportedError
-from jaxsub.flops import bodies_of
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners import names
 from jaxsub.program import trace
@@ -38,13 +37,6 @@ def arguments() -> tuple[Any, Any]:
     params = [(jax.random.normal(a, (8, 24)) / 3, jax.random.normal(b, (24, 8)) / 5)
               for a, b in zip(keys[::2], keys[1::2], strict=True)]  # fmt: skip
     return params, jnp.linspace(-1, 1, 32 * 8).reshape(32, 8)
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for body in bodies_of(eqn):
-            yield from equations(body)
 
 
 def executions(f: Any, name: str) -> int:

@@ -220,24 +220,28 @@ class Solution:
 
         Of long chains those may be left out that execute more again than `most_flops`.
         """
-        is_long = points is None and len(self.chain.stages) >= LONG
         for is_bounded in (False, True):
-            for is_floored in (True, False) if is_long else (False,):
-                tables = self._tables(rung, is_bounded, is_floored=is_floored, most_flops=most_flops)
-                every = (int(m) for m in tables.steps(math.inf)[::-1][::stride])
-                steps = [m for m in every if least_bytes <= m * tables.unit_bytes <= most_bytes]
-                for slots in steps[:: max(1, len(steps) // points) if points else 1]:
-                    runs = tables.runs(slots)
-                    if depth(runs) > self.max_depth:
-                        most_bytes = (slots + 1) * tables.unit_bytes
-                        break
-                    yield runs, predict(self.chain, runs), slots * tables.unit_bytes
-                else:
-                    most_bytes = min(most_bytes, tables.floor * tables.unit_bytes)
-                    continue
-                break
+            for tables, slots in self._levels(rung, most_bytes, points, least_bytes, stride, most_flops, is_bounded):
+                runs = tables.runs(slots)
+                if depth(runs) > self.max_depth:
+                    most_bytes = (slots + 1) * tables.unit_bytes
+                    break
+                yield runs, predict(self.chain, runs), slots * tables.unit_bytes
             else:
                 return
+
+    def _levels(
+        self, rung: int, most_bytes: float, points: int | None, least_bytes: float, stride: int, most_flops: float,
+        is_bounded: bool,
+    ) -> Iterator[tuple[Tables, int]]:  # fmt: skip
+        """Yield tables and the slots to look at in them, for falling memory; long chains' least come in tables anew."""
+        is_long = points is None and len(self.chain.stages) >= LONG
+        for is_floored in (True, False) if is_long else (False,):
+            tables = self._tables(rung, is_bounded, is_floored=is_floored, most_flops=most_flops)
+            every = (int(m) for m in tables.steps(math.inf)[::-1][::stride])
+            steps = [m for m in every if least_bytes <= m * tables.unit_bytes <= most_bytes]
+            yield from ((tables, m) for m in steps[:: max(1, len(steps) // points) if points else 1])
+            most_bytes = min(most_bytes, tables.floor * tables.unit_bytes)
 
     def _least(self, most_flops: float) -> tuple[Run, ...]:
         runs = self._least_unhosted(most_flops)

@@ -7,6 +7,7 @@ often a large saving. Without shared weights the two need the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxsub.chain import Chain
@@ -60,3 +61,31 @@ class Barriers:
             InfeasibleBudgetError: If the program is predicted not to fit.
         """
         return Candidates(chain, lambda _: chain.plain(), "barriers").cheapest([0], budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """A planner whose plans have no gradient barriers, on chains that are priced without them.
+
+    Attributes:
+        planner: The planner.
+
+    Example:
+        >>> from jaxsub.chain import Stage
+        >>> Bare(Barriers())(Chain((Stage(0, 4), Stage(4, 9)), (), ()), None).barriers
+        ()
+    """
+
+    planner: Callable[[Chain, int | None], Plan]
+
+    def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The budget in bytes; `None` for the planner's natural plan.
+
+        Raises:
+            InfeasibleBudgetError: If no plan is predicted to fit.
+        """
+        return self.planner(unfenced(chain), budget_bytes).replace(barriers=())
