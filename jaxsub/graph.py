@@ -186,7 +186,7 @@ class Graph:
     @cached_property
     def _kernels(self) -> frozenset[int]:
         read = (self.values[n.inputs[-1]] for n in self.nodes if n.primitive == "conv_general_dilated" and n.inputs)
-        casts = {n.index: n.inputs[0] for n in self.nodes if n.primitive == "convert_element_type"}
+        casts = {n.index: n.inputs[0] for n in self.nodes if n.primitive == "convert_element_type" and n.inputs}
         given = (v if v.producer is None else self.values[casts.get(v.producer, v.index)] for v in read)
         return frozenset(v.index for v in given if v.producer is None and v.is_differentiated)
 

@@ -18,6 +18,7 @@ EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "benchmarks")]
 
 import batches  # noqa: E402
+import frontiers  # noqa: E402
 import peers  # noqa: E402
 import records  # noqa: E402
 from measuring import by_hand, traced_flops  # noqa: E402
@@ -103,6 +104,19 @@ def test_peers_plan_the_same_function(planner):
     ours = jax.grad(jaxsub.sublinear(loss, plan=plan))(*args)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.grad(loss)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_peers_that_are_ahead_are_answered_in_their_own_memory():
+    """Between two budgets of ours a peer may seem ahead: there we are asked for as much as it needs, no less."""
+    network = frontiers.QUICK[0]
+    name = f"cpu/{network.name}"
+    found = {"peer/plain": (1e6, 1e3), "jaxsub/0.2": (2e5, 1.2e3), "jaxsub/0.5": (5e5, 1e3),
+             "peer/between": (300_010, 1.1e3), "peer/worse": (4e5, 1.3e3), "peer/below": (1e5, 2e3)}  # fmt: skip
+    measured = {f"{name}/{key}": {"bytes": n_bytes, "flops": flops} for key, (n_bytes, flops) in found.items()}
+    asked = [cell.key for cell in frontiers.answers(measured, network, "cpu")]
+    assert asked == [f"{name}/jaxsub/0.3001", f"{name}/jaxsub/0.1"]
+    assert frontiers.ahead(*frontiers.relative(measured, name)) == ["between", "below"]
+    assert list(frontiers.answers({}, network, "cpu")) == []
 
 
 @pytest.mark.parametrize("bytes_at", [lambda n: 100 + 7 * n, lambda n: 100 + 7 * n + n % 5], ids=["line", "crooked"])

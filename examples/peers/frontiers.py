@@ -2,7 +2,8 @@
 
 For each network one picture, a panel a target: the compiled gradient's memory and FLOPs relative to the plain one's,
 every peer a point, `jaxsub` a line through its budgets; and for each panel a table of what `jaxsub` needs in FLOPs at
-each peer's memory, in bold where the peer needs less.
+each peer's memory, in bold where the peer needs less. Where a peer is ahead of the budgets measured, `jaxsub` is asked
+for its memory too.
 
     python examples/peers/frontiers.py                              # all networks; long, resumed where it was stopped
     python examples/peers/frontiers.py --only cpu/vgg-19 cpu/unet   # some of them
@@ -18,6 +19,7 @@ convolutions in the traced gradient.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,6 +110,15 @@ def cells(network: Network, target: str, budgets: tuple[float, ...]) -> Iterator
         yield Cell(f"{name}/peer/XLA's own, in {share:.0%}", partial(squeezed, network, target, share))
 
 
+def answers(measured: Measured, network: Network, target: str) -> Iterator[Cell]:
+    """What `jaxsub` does in the memory of each peer that is ahead of it: its budgets may lie on either side."""
+    name = f"{target}/{network.name}"
+    peers, ours = relative(measured, name) if f"{name}/peer/plain" in measured else ({}, [])
+    budgets = {math.ceil(1e4 * peers[label][0]) / 1e4 for label in ahead(peers, ours)}
+    for budget in sorted(budgets, reverse=True):
+        yield Cell(f"{name}/jaxsub/{budget}", partial(budgeted, network, target, budget))
+
+
 def relative(measured: Measured, name: str) -> tuple[dict[str, Point], list[Point]]:
     """Peers by label, and the points of `jaxsub`, as shares of the plain gradient's memory and FLOPs."""
     plain = measured[f"{name}/peer/plain"]
@@ -135,6 +146,12 @@ def memory_at(ours: list[Point], flops: float) -> float | None:
     return min((need for need, cost in ours if cost <= flops * (1 + TOLERANCE)), default=None)
 
 
+def ahead(peers: dict[str, Point], ours: list[Point]) -> list[str]:
+    """The peers at whose memory `jaxsub` executes more, or which need less than it was seen to."""
+    found = {label: flops_at(ours, memory) for label, (memory, _) in peers.items()} if ours else {}
+    return [label for label, own in found.items() if own is None or own > peers[label][1] + TOLERANCE]
+
+
 def names(measured: Measured) -> list[str]:
     """The networks of the results, with their targets, that have a plain cell."""
     return [key.removesuffix("/peer/plain") for key in measured if key.endswith("/peer/plain")]
@@ -144,12 +161,12 @@ def table(measured: Measured) -> None:
     """Print each peer's point beside ours at its memory; bold where the peer is ahead."""
     for name in names(measured):
         peers, ours = relative(measured, name)
+        bold = ahead(peers, ours)
         print(f"\n{name}\n| peer | memory | FLOPs | jaxsub, FLOPs at that memory |\n|---|---|---|---|")
         for label, (memory, flops) in sorted(peers.items(), key=lambda peer: -peer[1][0]):
             own = flops_at(ours, memory)
-            is_ahead = bool(ours) and (own is None or own > flops + TOLERANCE)
             cell = f"{own:.3f}" if own is not None else "needs more" if ours else "not measured yet"
-            print(f"| {label} | {memory:.3f} | {flops:.3f} | {f'**{cell}**' if is_ahead else cell} |")
+            print(f"| {label} | {memory:.3f} | {flops:.3f} | {f'**{cell}**' if label in bold else cell} |")
         if published := PUBLISHED.get(name.split("/")[1]):
             label, memory, times = published
             own = memory_at(ours, times)
@@ -219,6 +236,9 @@ def main() -> None:
             starts = ("jaxsub", *(f"peer/{label}" for label in QUICK_PEERS))
             asked = [cell for cell in asked if cell.key.split("/", 2)[2].startswith(starts)]
         fill(path, picked(asked, chosen.only), chosen.minutes, chosen.anew)
+        found = {} if chosen.quick else load(path)
+        more = [cell for network in sized for cell in answers(found, network, chosen.target)]
+        fill(path, picked(more, chosen.only), chosen.minutes)
     measured = load(path)
     keep_table(table, measured, path.with_suffix(".md"))
     print("\npictures: " + ", ".join(str(picture) for picture in draw(measured, chosen.out)))
