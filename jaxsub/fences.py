@@ -5,11 +5,15 @@ writes the gradient of its kernel in a layout of its own; barriers let any layou
 that the gradient goes out in is put off to the program's end: until then gradients of all kernels stand twice. A kernel
 that stands behind the barrier as a flat array has a flat gradient there, and flat means the layout of its place: the
 copy is made before the backward pass goes on, and what the convolution wrote is gone.
+
+A convolution reads its kernel in that layout too, a copy that the forward pass makes and the backward pass reads again:
+from the one to the other copies of all kernels would stand, where activations could lie. So a kernel enters a region
+flat as well, and each pass makes a copy of its own inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,10 +50,23 @@ def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callab
     """
 
     def step(env: dict[int, Any]) -> None:
-        shapes = [env[v].shape if v in flat and not _is_split(env[v]) else None for v in values]
-        given = [env[v] if shape is None else env[v].reshape(-1) for v, shape in zip(values, shapes, strict=True)]
-        held = zip(values, compat.fence(given), shapes, strict=True)
-        env.update((v, x if shape is None else x.reshape(shape)) for v, x, shape in held)
+        shapes = [env[v].shape for v in values]
+        held = compat.fence([flattened(env[v]) if v in flat else env[v] for v in values])
+        env.update((v, x.reshape(shape)) for v, x, shape in zip(values, held, shapes, strict=True))
+
+    return step
+
+
+def flattened(x: Any) -> Any:
+    """A value as a flat array, except where several devices hold a part each."""
+    return x if _is_split(x) else x.reshape(-1)
+
+
+def shaped(shapes: Mapping[int, tuple[int, ...]]) -> Callable[[dict[int, Any]], None]:
+    """A step that gives values of an environment, flat ones among them, their shapes."""
+
+    def step(env: dict[int, Any]) -> None:
+        env.update((v, env[v].reshape(shape)) for v, shape in shapes.items())
 
     return step
 

@@ -34,7 +34,7 @@ import jax
 
 from jaxsub import compat
 from jaxsub.errors import PlannerError
-from jaxsub.fences import barrier, flat_kernels
+from jaxsub.fences import barrier, flat_kernels, flattened, shaped
 from jaxsub.flops import bodies_of
 from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
@@ -81,6 +81,8 @@ class _Region:
     returns: tuple[int, ...]
     stopped: frozenset[int]
     """Those of its reads whose tangents end in it."""
+    flat: frozenset[int]
+    """What enters it as a flat array."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,8 +187,9 @@ class _Emitter:
         if call is None:
             names = self._names(segment)
             moved = [names.pop(v) for v in segment.offloaded if v in names]
-            call = self.shared[key] = _checkpointed(steps, reads, returns, tuple(names.values()), moved)
-        return _Region(call, reads, returns, self._stopped(piece, reads, returns)), fenced
+            whole = shaped({v: self.variables[v].aval.shape for v in reads if v in self.flat})
+            call = self.shared[key] = _checkpointed([whole, *steps], reads, returns, tuple(names.values()), moved)
+        return _Region(call, reads, returns, self._stopped(piece, reads, returns), self.flat), fenced
 
     def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
         """What a region with a `while` in it reads and passes no tangent of on."""
@@ -277,7 +280,8 @@ class _Emitter:
             for v in known
         )
         results = tuple(v - base if v >= base else ~place[v] for v in returns)
-        return tuple(wiring), shape, fences, kinds, later, results
+        flat = tuple(v in self.flat for v in reads)
+        return tuple(wiring), shape, fences, kinds, later, results, flat
 
     def _fences(self, start: int, stop: int) -> tuple[int, ...]:
         """The barriers strictly between two nodes."""
@@ -336,7 +340,9 @@ def _name(names: dict[int, str]) -> Step:
 
 def _call(region: _Region, scope: str) -> Step:
     def step(env: Env) -> None:
-        inputs = [jax.lax.stop_gradient(env[v]) if v in region.stopped else env[v] for v in region.reads]
+        inputs = [flattened(env[v]) if v in region.flat else env[v] for v in region.reads]
+        inputs = [jax.lax.stop_gradient(x) if v in region.stopped else x
+                  for v, x in zip(region.reads, inputs, strict=True)]  # fmt: skip
         if scope:
             with jax.named_scope(scope):
                 outputs = region.call(*inputs)

@@ -1,6 +1,7 @@
 """For a GPU the kernels of convolutions stand behind gradient barriers as flat arrays: their gradients lie in place."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import chex
 import jax
@@ -9,11 +10,12 @@ import pytest
 from jax.sharding import AxisType
 from jaxprs import barriers
 from models import conv, resnet
+from test_emit import regions as emitted_regions
 
 import jaxsub
 from jaxsub import fences, regions
 from jaxsub.emit import emit
-from jaxsub.plan import Budget, Plan
+from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
 
 WIDTH, LAYERS = 128, 8
@@ -54,19 +56,42 @@ def test_gradients_of_kernels_do_not_stand_twice_on_a_gpu(monkeypatch, network, 
     assert flat < share * temp_bytes()
 
 
+def test_regions_keep_no_copies_of_kernels_on_a_gpu(monkeypatch):
+    """A convolution reads its kernel in a layout of its own: that copy is not kept for the backward pass."""
+    args = shapes()
+    program = trace(loss, args, {}, argnums=0)
+    starts = [n.index for n in program.graph.nodes if n.primitive == "conv_general_dilated"]
+    cuts = list(pairwise([*starts, len(program.eqns)]))
+    saved = [program.graph.nodes[start].outputs for start in starts]
+    segments = tuple(Segment(a, b, values) for (a, b), values in zip(cuts[:-1], saved, strict=False))
+    plan = Plan(program.fingerprint, Budget(), len(program.eqns), segments, tuple(starts[1:]))
+
+    def temp_bytes():
+        run = jaxsub.sublinear(loss, plan=plan, target="h100", verify=False)
+        return jaxsub.measure(run, *args, target="h100").temp_bytes
+
+    flat = temp_bytes()
+    monkeypatch.setattr(regions, "flattened", lambda x: x)
+    assert flat < 0.7 * temp_bytes()
+
+
 def test_flat_kernels_change_no_value():
     """Results and gradients of a program for a GPU, executed here, are those of the plain function."""
     kernels = [jax.random.normal(jax.random.key(i), (3, 3, 4, 4)) for i in range(3)]
     x = jax.random.normal(jax.random.key(9), (2, 6, 6, 4))
     program = replace(trace(loss, (kernels, x), {}, argnums=0), platform="cuda")
     starts = [n.index for n in program.graph.nodes if n.is_costly]
-    fun = emit(program, Plan(program.fingerprint, Budget(), len(program.eqns), (), tuple(starts[1:])))
+    segments = Segment(0, starts[1]), Segment(starts[1], starts[2], program.graph.nodes[starts[1]].outputs)
+    fun = emit(program, Plan(program.fingerprint, Budget(), len(program.eqns), segments, tuple(starts[1:])))
     inputs = [*program.consts, *kernels, x]
 
     def called(*inputs):
         return fun(*inputs)[0]
 
-    assert len(barriers(jax.make_jaxpr(called)(*inputs))) == 2
+    jaxpr = jax.make_jaxpr(called)(*inputs)
+    assert len(barriers(jaxpr)) == 2
+    read = [v.aval for eqn in emitted_regions(jaxpr) for v in eqn.invars]
+    assert [aval.ndim for aval in read if aval.size == kernels[0].size] == [1, 1]
     ours = jax.value_and_grad(called, argnums=tuple(range(len(inputs) - 1)))(*inputs)
     value, gradients = jax.value_and_grad(loss)(kernels, x)
     chex.assert_trees_all_close(ours, (value, tuple(gradients)), rtol=1e-6)
