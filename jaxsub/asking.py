@@ -19,7 +19,7 @@ from jaxsub.probes import Probe
 from jaxsub.store import Store, key_of
 from jaxsub.targets import Target
 
-PROBES = 6  # raise it when a probe changes: prices that are stored come from another one
+PROBES = 7  # raise it when a probe changes: prices that are stored come from another one
 LEFT = "products left to cuBLAS"
 
 MakeProbe = Callable[[], Probe]
