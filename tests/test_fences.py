@@ -141,6 +141,7 @@ def test_split_kernels_keep_their_shape_in_the_body_of_a_loop():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer compilers let this plan fit with its barriers too")
 def test_barriers_are_left_out_where_a_gpu_holds_zeros_for_them():
     """Each layer looks up in a table of its own: with barriers, the same plan would need more than the budget."""
     rows, width, layers, words = 128, 128, 4, 4096
