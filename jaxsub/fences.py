@@ -24,7 +24,7 @@ from jaxsub.targets import is_gpu
 
 
 def flat_kernels(program: Program) -> frozenset[int]:
-    """The kernels that stand behind gradient barriers flat: for a GPU, of programs that are not split over devices.
+    """The kernels that are flat behind gradient barriers and where regions begin: for a GPU, where none is split.
 
     Example:
         >>> from dataclasses import replace
@@ -36,8 +36,9 @@ def flat_kernels(program: Program) -> frozenset[int]:
         >>> [sorted(flat_kernels(replace(program, platform=name))) for name in ("cuda", "cpu")]
         [[0], []]
     """
-    is_whole = not program.shardings  # a flat array of what is split would be gathered
-    return program.graph.kernels() if is_gpu(program.platform) and is_whole else frozenset()
+    if not is_gpu(program.platform) or program.is_spread:  # a flat array of what is split would be gathered
+        return frozenset()
+    return program.graph.kernels()
 
 
 def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], None]:

@@ -9,10 +9,8 @@ Equations whose results nobody reads and that have no effect are dropped.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +24,7 @@ from jaxsub import compat
 from jaxsub.errors import UnsupportedError
 from jaxsub.flops import bodies_of, flops_of, is_costly
 from jaxsub.graph import Graph, Node, Value
+from jaxsub.signatures import dtype_name, signature_of
 from jaxsub.spread import Shardings, spread_over
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
@@ -53,6 +52,7 @@ class Program:
         traced: The jaxpr it comes from, for its debug information.
         shardings: Where each input lies; empty where all lies on one device.
         platform: What it is compiled for, such as `cuda`; empty where nobody has said.
+        is_of_spread: Whether it is a part, such as the body of a loop, of a program whose inputs are spread.
     """
 
     eqns: tuple[Any, ...]
@@ -67,6 +67,12 @@ class Program:
     traced: Any
     shardings: Shardings = ()
     platform: str = ""
+    is_of_spread: bool = False
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several devices hold a part each of its values."""
+        return bool(self.shardings) or self.is_of_spread
 
     @property
     def fingerprint(self) -> str:
@@ -76,6 +82,10 @@ class Program:
     def avals(self) -> tuple[Any, ...]:
         """Shapes and dtypes of all inputs, constants first."""
         return tuple(v.aval for v in self.invars)
+
+    def part(self, inner: Program) -> Program:
+        """A program inside this one, such as the body of a loop, compiled for the same devices."""
+        return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
 
 
 def trace(
@@ -130,7 +140,7 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
             "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
         )
     eqns = live_eqns(eqns, outvars)
-    signatures = tuple(_signature(eqn) for eqn in eqns)
+    signatures = tuple(signature_of(eqn) for eqn in eqns)
     graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
     return Program(tuple(eqns), tuple(invars), tuple(outvars), tuple(consts), differentiated, loss, out_tree,
                    signatures, graph, compat.open_jaxpr(closed))  # fmt: skip
@@ -274,7 +284,7 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
         Value(
             i,
             tuple(aval.shape),
-            _dtype_name(aval.dtype),
+            dtype_name(aval.dtype),
             aval_bytes(aval),
             producer[i],
             tuple(consumers[i]),
@@ -360,61 +370,3 @@ def aval_bytes(aval: Any) -> int:
     is_key = not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     itemsize = 8 if is_key else getattr(dtype, "itemsize", 0)
     return int(math.prod(aval.shape) * itemsize)
-
-
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-
-
-def _signature(eqn: Any) -> bytes:
-    """A digest of an equation: its primitive, parameters, input and output types and literals; no addresses."""
-    digest = hashlib.blake2b(digest_size=12)
-    digest.update(eqn.primitive.name.encode())
-    for key in sorted(eqn.params):
-        digest.update(key.encode())
-        digest.update(_describe(eqn.params[key]).encode())
-    for atom in (*eqn.invars, *eqn.outvars):
-        digest.update((_aval_text(atom.aval) if compat.is_var(atom) else _describe(atom.val)).encode())
-    return digest.digest()
-
-
-@functools.lru_cache(maxsize=4096)
-def _aval_text(aval: Any) -> str:
-    """An aval in words, made once for all equations that have it."""
-    return str(aval)
-
-
-@functools.lru_cache(maxsize=256)
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype)
-
-
-def _describe(param: Any) -> str:
-    if param is None or isinstance(param, bool | int | float | str):
-        return repr(param)
-    if isinstance(param, np.dtype):
-        return _dtype_name(param)
-    if isinstance(param, tuple | list):
-        return "(" + ",".join(map(_describe, param)) + ")"
-    if hasattr(param, "eqns"):
-        return _describe_jaxpr(param)
-    if hasattr(param, "shape") and hasattr(param, "tobytes"):
-        return f"{param.dtype}{param.shape}" + hashlib.sha1(param.tobytes()).hexdigest()
-    if callable(param) and hasattr(param, "__qualname__"):
-        return f"{getattr(param, '__module__', '')}.{param.__qualname__}"
-    return _ADDRESS.sub("", str(param))
-
-
-def _describe_jaxpr(jaxpr: Any) -> str:
-    """A jaxpr by structure: equations' signatures, and which variable goes where."""
-    names: dict[Any, int] = {}
-    parts = []
-    for v in (*compat.open_jaxpr(jaxpr).constvars, *compat.open_jaxpr(jaxpr).invars):
-        names[v] = len(names)
-        parts.append(str(v.aval))
-    for eqn in jaxpr.eqns:
-        parts.append(_signature(eqn).hex() + str([names.get(a, -1) for a in eqn.invars if compat.is_var(a)]))
-        for v in eqn.outvars:
-            names[v] = len(names)
-    parts.append(str([names.get(a, -1) if compat.is_var(a) else _describe(a.val)
-                      for a in compat.open_jaxpr(jaxpr).outvars]))  # fmt: skip
-    return ";".join(parts)

@@ -7,7 +7,8 @@ only a little more: it is tried too. Of several that fit it is the one that exec
 planner's least plans are tried, of every way to cut that may hold the least, and what the smallest of them needs is
 what `InfeasibleBudgetError` says. A budget that buys so little that half a forward pass and more is executed again
 looks at the other ways to cut too, their least plans among them: a smaller budget must not find what it has not seen.
-For the same reason every budget looks first at what budgets too small for its way to cut would find on others.
+For the same reason every budget looks first at what budgets too small for its way to cut would find on others. Where a
+GPU would make zeros behind gradient barriers ahead, plans without any barrier are searched too.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; those of more than `LONG_EQUATIONS`,
 which take minutes, only until a plan fits. A clock does not decide: every host of a cluster must come to the same plan.

@@ -1,4 +1,7 @@
-"""For a GPU the kernels of convolutions stand behind gradient barriers as flat arrays: their gradients lie in place."""
+"""For a GPU the kernels of convolutions are flat arrays behind gradient barriers and where regions begin.
+
+Their gradients lie in place then, and each pass makes its own copy in the layout that a convolution reads.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +18,7 @@ from test_emit import regions as emitted_regions
 import jaxsub
 from jaxsub import fences, regions
 from jaxsub.emit import emit
+from jaxsub.loops.rewrite import body_program, branch_programs
 from jaxsub.plan import Budget, Plan, Segment
 from jaxsub.program import trace
 
@@ -138,6 +142,26 @@ def test_split_kernels_keep_their_shape_in_the_body_of_a_loop():
             for given in (jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32, sharding=s) for s in (split, whole))
         ]
     assert ranks == [[4], [1]]
+
+
+def test_the_parts_of_a_program_that_is_split_keep_the_shape_of_kernels():
+    """Bodies of loops and branches do not say where their kernels lie; the program that they are in does."""
+
+    def looped(kernels, x):
+        x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(conv(kernel, x)), None), x, kernels)
+        x = jax.lax.cond(x[0, 0, 0, 0] > 0, lambda k, x: conv(k, x), lambda k, x: x, kernels[0], x)
+        return jnp.mean(x**2)
+
+    kernels, x = jax.ShapeDtypeStruct((4, 3, 3, 8, 8), "float32"), jax.ShapeDtypeStruct((2, 8, 8, 8), "float32")
+    whole = replace(trace(looped, (kernels, x), {}, argnums=0), platform="cuda")
+    (loop,) = (node.index for node in whole.graph.nodes if node.primitive == "scan")
+    (branch,) = (node.index for node in whole.graph.nodes if node.primitive == "cond")
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, None, "model"))
+    for program, is_flat in ((whole, True), (replace(whole, shardings=(split, None)), False)):
+        parts = (body_program(program, loop), *branch_programs(program, branch))
+        kept = [bool(fences.flat_kernels(part)) for part in parts if part.graph.kernels()]
+        assert kept == [is_flat, is_flat]
 
 
 @pytest.mark.slow

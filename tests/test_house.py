@@ -22,6 +22,7 @@ JAX_WING = (
     "crosscompile",
     "compiled",
     "spread",
+    "signatures",
     "program",
     "stages",
     "pooling",

@@ -71,7 +71,7 @@ def body_program(program: Program, node: int) -> Program:
     positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
     names = ["const"] * len(invars)
     body = program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
-    return replace(body, platform=program.platform)
+    return program.part(body)
 
 
 def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
@@ -80,7 +80,7 @@ def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
     branches = (_branch_program(branch, active) for branch in eqn.params["branches"])
-    return tuple(replace(branch, platform=program.platform) for branch in branches)
+    return tuple(map(program.part, branches))
 
 
 def _branch_program(branch: Any, active: Sequence[bool]) -> Program:

@@ -12,7 +12,7 @@ the whole xs, as in `rewrite`; only gradients come as slices, one step short, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
         {i for i, v in enumerate(invars) if v in active}, None, None, ["const"] * len(invars), body.traced,
     )  # fmt: skip
     return Rotated(
-        replace(turned, platform=body.platform),
+        body.part(turned),
         len(crossing),
         _function(body, before, [*consts, *carry, *xs], crossing),
         _function(body, after, [*consts, *crossing, *xs], body.outvars),

@@ -11,7 +11,6 @@ Source: Griewank and Walther, *Revolve* (2000): the best lengths between checkpo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,4 +64,4 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
     positions = {len(consts) + i for i in body.differentiated}
     names = ["const"] * len(invars)
     written = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)
-    return replace(written, platform=body.platform)
+    return body.part(written)
