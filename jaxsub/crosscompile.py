@@ -245,7 +245,7 @@ class _Helper:
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             start_new_session=True,  # the user's Ctrl-C is for this process alone
         )
-        self._send(json.dumps({"path": sys.path}).encode() + b"\n")
+        self._send(json.dumps({"path": sys.path, "parent": self.owner}).encode() + b"\n")
 
     def is_alive(self) -> bool:
         return self.process.poll() is None

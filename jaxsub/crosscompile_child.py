@@ -2,7 +2,8 @@
 
 JAX gives out such a device only where its platform was set to the CPU before its backends started. A user's process
 may have started them already, so the work is done here. Each request on stdin is a line of JSON, then a program as
-`jax.export` serialises it; each answer on stdout is a line of JSON. It ends with its stdin.
+`jax.export` serialises it; each answer on stdout is a line of JSON. It ends with its stdin, or, in the middle of a
+compile too, with the process that it works for.
 """
 
 import functools
@@ -10,12 +11,15 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 if __name__ == "__main__":  # before JAX is found and can print anything
     ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    sys.path[:] = json.loads(sys.stdin.buffer.readline())["path"]
+    FOUND = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = FOUND["path"]
 
 import jax
 import jax.export
@@ -84,8 +88,16 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
     return {name: int(getattr(memory, name)) for name in FIELDS} | {"leaves_products": leaves_products}
 
 
-def main() -> None:
-    """Answer requests until there are no more."""
+def end_with(process: int) -> None:
+    """End this process soon after its parent has: nobody waits for what it compiles, which may take long."""
+    while os.getppid() == process:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(parent: int) -> None:
+    """Answer a parent's requests until there are no more."""
+    threading.Thread(target=end_with, args=[parent], daemon=True).start()
     jax.config.update("jax_enable_x64", True)  # dtypes come with the program; none may be narrowed here
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot load programs for devices that are not there
     while line := sys.stdin.buffer.readline():
@@ -100,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(FOUND["parent"])

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -324,6 +325,24 @@ def _ask(helpers):
 
 
 @needs_packages
+def test_a_helper_ends_with_its_parent():
+    """A process that is killed leaves none behind that compiles for nobody, though what it reads from stays open."""
+    script = Path(jaxsub.__file__).with_name("crosscompile_child.py")
+    starter = f"import subprocess, sys; subprocess.run([sys.executable, '-P', {str(script)!r}])"
+    command = [sys.executable, "-c", starter]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(command, **pipes) as parent:
+        for line in ({"path": sys.path, "parent": parent.pid}, {"n_bytes": 0}):
+            parent.stdin.write(json.dumps(line).encode() + b"\n")
+        parent.stdin.flush()
+        assert "error" in json.loads(parent.stdout.readline())
+        parent.kill()
+        try:  # the last process that may write there ends it
+            assert pool.submit(parent.stdout.read).result(timeout=60) == b""
+        finally:
+            parent.stdin.close()
+
+
 def test_threads_may_compile_at_once():
     """Four threads get the figures that one gets."""
     alone = measure_compiled(gradient(), SMALL, get_target("h100")).temp_bytes
