@@ -180,11 +180,12 @@ class Prediction:
         forward_flops: FLOPs of one forward pass, weighed alike.
         peak_at: The stage whose forward or backward pass holds the peak.
         origin: Where the figures come from: `analytic`, `compiled` or `measured`.
-        extra_seconds: How long it takes to execute those FLOPs again; `None` where nobody knows.
+        extra_seconds: How long it takes to execute those FLOPs again, but for `untimed`; `None` where nobody knows.
         step_seconds: How long value and gradient take without that; `None` where nobody knows.
         seconds_origin: Where the seconds come from: `roofline`, `roofline, nominal` (of a device whose figures are a
             guess) or `profiled`; empty where there are none.
         minimises: `flops`, or `seconds` where FLOPs are weighed by them.
+        untimed: Regions that nobody has timed yet: first node, the node after the last, and offsets of what they save.
     """
 
     temp_bytes: int
@@ -196,6 +197,7 @@ class Prediction:
     step_seconds: float | None = None
     seconds_origin: str = ""
     minimises: str = "flops"
+    untimed: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ class Chain:
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
         seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where none are.
         minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
+        has_timed_options: Whether regions say how many seconds they take; otherwise only stages do, and ways to run
+            loops, and the regions of a plan are timed when it is chosen.
     """
 
     stages: tuple[Stage, ...]
@@ -219,6 +223,7 @@ class Chain:
     origin: str = "by hand"
     seconds_origin: str = ""
     minimises: str = "flops"
+    has_timed_options: bool = True
 
     def __post_init__(self) -> None:
         n = len(self.stages)

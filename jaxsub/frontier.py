@@ -18,7 +18,6 @@ from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
 from jaxsub.pricing import Pricer
-from jaxsub.program import Program
 from jaxsub.statics import trace_call
 from jaxsub.store import open_store
 from jaxsub.targets import get_target
@@ -162,8 +161,8 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
     chains = [pricer.chain(cuts) for cuts in usual_choices(program, cut_choices(program))]
     found = spread(_best((*point, chain) for chain in chains for point in solve(chain).frontier()), points)
     made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs, chain in found)
-    plans = [_finished(program, plan) for plan in made]
-    others = tuple(Point(name, _finished(program, plan)) for name, plan in by_hand(chains[0]))
+    plans = [_finished(pricer, plan) for plan in made]
+    others = tuple(Point(name, _finished(pricer, plan)) for name, plan in by_hand(chains[0]))
     if is_measured:
         verifier = Verifier(pricer)
         plain = verifier.plain().measurement
@@ -171,9 +170,9 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
     return Frontier(tuple(Point("optimal", plan) for plan in plans), others, budget_bytes)
 
 
-def _finished(program: Program, plan: Plan) -> Plan:
+def _finished(pricer: Pricer, plan: Plan) -> Plan:
     predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
-    return finish(program, plan, Budget(max(1, predicted)))
+    return finish(pricer.program, pricer.timed(plan), Budget(max(1, predicted)))
 
 
 def _best(found: Iterable[Found]) -> list[Found]:

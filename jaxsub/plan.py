@@ -20,6 +20,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.chain import Chain, Prediction, Run
+from jaxsub.graph import Graph
 from jaxsub.hosting import unfenced
 from jaxsub.replay import check_runs, predict
 from jaxsub.timeline import StageTimeline, stage_timeline
@@ -161,6 +162,34 @@ class Plan:
         for segment in walk(self.segments):
             for node in range(segment.start, segment.stop - 1):
                 counts[node] += 1
+        return tuple(counts)
+
+    def mirror_counts_in(self, graph: Graph) -> tuple[int, ...]:
+        """The paper's m(v) for Algorithm 2: 0 too for what a segment saves, and for what is read behind its end.
+
+        Where one value crosses each end, as in a plain chain, and nothing is saved inside, these are `mirror_counts`.
+        Of an unrolled recurrent network many cross: were they counted as made again, each copy would ask for the
+        copies of all steps before it.
+
+        Args:
+            graph: The program's.
+
+        Example:
+            >>> from jaxsub.graph import graph_of
+            >>> names = {"tanh": [0], "sin": [1], "mul": [1, 2], "add": [1, 3]}
+            >>> skip = graph_of([(name, reads, [8]) for name, reads in names.items()], 1, [4])
+            >>> plan = Plan("f", Budget(), 4, (Segment(0, 3),))
+            >>> plan.mirror_counts, plan.mirror_counts_in(skip)
+            ((1, 1, 0, 0), (0, 1, 0, 0))
+
+        References:
+            Chen et al., 2016, §4.1 and Algorithm 2; `jaxsub.memory.gradient_graph`.
+        """
+        counts, last = [0] * self.n_nodes, graph.last_uses()
+        for segment in walk(self.segments):
+            saved = set(segment.saved)
+            for node in graph.nodes[segment.start : segment.stop]:
+                counts[node.index] += all(last[v] < segment.stop and v not in saved for v in node.outputs)
         return tuple(counts)
 
     @classmethod

@@ -130,6 +130,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
             plan = fit(verifier, planner, budget, n_bytes, cuts)
             if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
                 plan = fit(verifier, planner, budget, plain.temp_bytes - 1, cuts)
+        plan = pricer.timed(plan)
         if wishes:
             plan = _wished(verifier, plan, wishes, budget)
         return planner.bounded(plan) if settings.bound else plan

@@ -125,9 +125,23 @@ class Pricer:
         marked = spent_crossings(self.program.graph, cuts, gone)
         crossings = find_crossings(self.program.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
-        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin)
+        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin,
+                      has_timed_options=self._minimises_seconds)  # fmt: skip
         chain = with_gathered(scaled(chain, self.share), self.program.graph, self.gathered)
-        return by_seconds(chain) if self.profile or self.offload else chain
+        return by_seconds(chain) if self._minimises_seconds else chain
+
+    @property
+    def _minimises_seconds(self) -> bool:
+        return bool(self.profile or self.offload)
+
+    def timed(self, plan: Plan) -> Plan:
+        """The plan with the seconds of its regions, where its chain left out how long options take."""
+        if plan.prediction is None or not plan.prediction.untimed:
+            return plan
+        found = plan.prediction
+        spent = sum(self._again_seconds(*region) for region in found.untimed if not self._is_pinned(*region[:2]))
+        found = replace(found, extra_seconds=(found.extra_seconds or 0.0) + spent, untimed=())
+        return plan.replace(prediction=found)
 
     def refine(self, plan: Plan) -> bool:
         """Ask the compiler for the regions of several stages that a plan uses; say whether anything new was learnt."""
@@ -251,7 +265,7 @@ class Pricer:
             (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - gone,
             sum(graph.values[v].n_bytes for v in made), made.start,
             hoisted,
-            spent.forward, spent.backward, self._again_seconds(start, stop, (), [(start, stop)]),
+            spent.forward, spent.backward, spent.scale * self._again_seconds(start, stop, ()),
             sizes,
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
@@ -284,10 +298,10 @@ class Pricer:
         traced, found = self._run(start, stop)
         return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
 
-    def _again_seconds(self, start: int, stop: int, saved: tuple[int, ...], stages: Sequence[tuple[int, int]]) -> float:
-        scale = sum(self._seconds(*s).scale for s in stages) / len(stages)
+    def _again_seconds(self, start: int, stop: int, saved: tuple[int, ...]) -> float:
+        """By roofline, how much longer a backward pass takes than that of the choice that executes least again."""
         traced, found = self._run(start, stop)
-        return scale * self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
+        return self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
 
     def _options(self, start: int, stop: int, stages: Sequence[Stage], is_fine: bool) -> tuple[Option, ...]:
         traced, found = self._run(start, stop)
@@ -296,12 +310,13 @@ class Pricer:
             scale = max(self._scale(s.start, s.stop) for s in stages)
         last = len(self.program.eqns)
         hoisted = sum(self._hoisted_bytes(s.start, s.stop) if s.stop == last else s.hoisted_bytes for s in stages)
+        pace = sum(self._seconds(s.start, s.stop).scale for s in stages) / len(stages)
         options = []
         for c in found:
             key = self._key("backward", start, stop, c.saved)
             known = self._asker.said.get(key)
             transient = known if known is not None else int(scale * self._backward_bytes(start, stop, c.saved))
-            spent = self._again_seconds(start, stop, c.saved, [(s.start, s.stop) for s in stages])
+            spent = pace * self._again_seconds(start, stop, c.saved) if self._minimises_seconds else 0.0
             sizes = saved_sizes(self.program.graph, start, stop, c.saved)
             options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent,
                                   saved_sizes=sizes))  # fmt: skip

@@ -70,8 +70,9 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
     if not chain.seconds_origin:
         return found
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
+    untimed = () if chain.has_timed_options else tuple(_untimed(chain, runs))
     return replace(found, extra_seconds=_again(chain, runs, "seconds", True), step_seconds=step,
-                   seconds_origin=chain.seconds_origin, minimises=chain.minimises)  # fmt: skip
+                   seconds_origin=chain.seconds_origin, minimises=chain.minimises, untimed=untimed)  # fmt: skip
 
 
 def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
@@ -94,6 +95,16 @@ def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
             is_paid = not is_top and position == len(runs) - 1
             total += getattr(run.option, loop if is_paid else recompute)
     return total
+
+
+def _untimed(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Regions of which only FLOPs are known, but for what stands last in a nest: that pays for it."""
+    for position, run in enumerate(runs):
+        yield from _untimed(chain, run.children, is_top=False)
+        if run.option is None or (not is_top and position == len(runs) - 1):
+            continue
+        if not run.option.loops and not run.option.recompute_seconds:
+            yield chain.stages[run.start].start, chain.stages[run.stop - 1].stop, run.option.saved
 
 
 def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bool) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jaxsub.budget import Budget, format_bytes
 from jaxsub.chain import Chain, Crossing, Option, Prediction, Run, Stage
 from jaxsub.errors import BudgetError, PlannerError
+from jaxsub.graph import graph_of
+from jaxsub.memory import LEAST_NEEDS, allocate, gradient_graph
 from jaxsub.plan import Holding, Measurement, Plan, Segment, plan_from_runs, walk
 from jaxsub.replay import predict
 from jaxsub.show.text import describe
@@ -136,6 +138,32 @@ def test_mirror_counts_by_hand():
     nested = Segment(0, 7, (), (Segment(0, 3), Segment(3, 6)))
     assert Plan("f", Budget(), 9, (nested,)).mirror_counts == (2, 2, 1, 2, 2, 1, 0, 0, 0)
     assert Plan("f", Budget(), 3, (Segment(1, 2),)).mirror_counts == (0, 0, 0)
+
+
+def test_mirror_counts_in_a_graph():
+    """What a segment saves, and what is read behind its end, is executed no more; in a nest once by the outer one."""
+    reads = [[0], [1], [1, 2], [3], [2, 4], [5]]  # value 2, of node 1, crosses the end of the inner segment
+    graph = graph_of([("sin", values, [8]) for values in reads], 1, [6])
+    nested = Plan("f", Budget(), 6, (Segment(0, 6, (), (Segment(0, 3), Segment(3, 5))),))
+    assert nested.mirror_counts == (2, 2, 1, 2, 1, 0)
+    assert nested.mirror_counts_in(graph) == (2, 1, 1, 2, 1, 0)
+    assert Plan("f", Budget(), 6, (Segment(0, 5, (1,)),)).mirror_counts_in(graph) == (0, 1, 1, 1, 0, 0)
+
+
+def test_two_states_cross_each_segment():
+    """Of a recurrent network with two states segments of sqrt(n) steps take some sqrt(n) arrays, as of a chain."""
+    for root in (8, 16):
+        n, ops = root * root, []
+        for v in range(0, 2 * n, 2):  # each step makes a state of both, then the other of the new one and itself
+            ops += [("dot_general", [v, v + 1], [1]), ("dot_general", [v + 1, v + 2], [1])]
+        graph = graph_of(ops, 2, [2 * n, 2 * n + 1], input_bytes=[1, 1])
+        plan = Plan("f", Budget(), 2 * n, tuple(Segment(at, at + 2 * root) for at in range(0, 2 * n, 2 * root)))
+        taken, without = (
+            allocate(gradient_graph(graph, counts, needs=LEAST_NEEDS)).total_bytes
+            for counts in (plan.mirror_counts_in(graph), plan.mirror_counts)
+        )
+        assert taken <= 4 * root + 8
+        assert without > n
 
 
 def test_segments_from_mirror_counts_by_hand():

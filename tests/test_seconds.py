@@ -1,5 +1,7 @@
 """How long things take: by a target's figures, measured on this machine, and what plans make of it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax import lax
 import jaxsub
 from jaxsub import seconds
 from jaxsub.chain import Chain, Crossing, Item, Option, Stage
-from jaxsub.errors import PlannerError, UnsupportedError
+from jaxsub.errors import InfeasibleBudgetError, PlannerError, UnsupportedError
 from jaxsub.planners import get
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
@@ -109,13 +111,46 @@ def test_every_stage_and_option_has_seconds(name):
     """By roofline each stage takes time, and an option that saves more takes no longer to recompute."""
     loss, args = zoo.BY_NAME[name].toy()
     program = trace(loss, args, {}, argnums=0)
-    chain = Pricer(program, H100, is_compiled=False).chain(find_cuts(program.graph))
+    chain = Pricer(program, H100, is_compiled=False, profile="roofline").chain(find_cuts(program.graph))
     assert chain.seconds_origin == "roofline"
     assert all(s.forward_seconds > 0 and s.backward_seconds >= 0 for s in chain.stages)
     for item in chain.items:
         again = [o.recompute_seconds for o in item.options if not o.loops]
         assert again == [] or again[-1] == 0 <= again[0]
         assert max(again, default=0) <= 1.1 * sum(s.forward_seconds for s in chain.stages[item.start : item.stop])
+
+
+@pytest.mark.parametrize("name", ["gpt", "scan", "unet"])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_only_the_regions_of_a_plan_are_timed(name, share):
+    """By FLOPs options are not timed before they are chosen, and a plan says the same seconds as if all were."""
+    loss, args = zoo.BY_NAME[name].toy()
+    program = trace(loss, args, {}, argnums=0)
+    pricer = Pricer(program, H100, is_compiled=False)
+    chain = pricer.chain(find_cuts(program.graph))
+    assert not any(o.recompute_seconds for item in chain.items for o in item.options if not o.loops)
+
+    def timed(item):
+        start, stop = chain.stages[item.start].start, chain.stages[item.stop - 1].stop
+        return replace(item, options=tuple(
+            o if o.loops else replace(o, recompute_seconds=pricer._again_seconds(start, stop, o.saved))
+            for o in item.options
+        ))  # fmt: skip
+
+    whole = replace(chain, items=tuple(map(timed, chain.items)), has_timed_options=True)
+    budget = int(share * predict(chain, chain.plain()).temp_bytes)
+    untimed = []
+    for planner in ("optimal", "chen", "recursive(1)"):
+        try:
+            wanted = get(planner)(whole, budget).prediction
+        except InfeasibleBudgetError as refused:
+            wanted = get(planner)(whole, budget := refused.least_bytes).prediction
+        plan = get(planner)(chain, budget)
+        untimed += plan.prediction.untimed
+        got = pricer.timed(plan).prediction
+        assert got.extra_seconds == pytest.approx(wanted.extra_seconds)
+        assert replace(got, extra_seconds=wanted.extra_seconds) == wanted
+    assert untimed
 
 
 def test_stages_are_timed_once_on_the_device(tmp_path, monkeypatch):
