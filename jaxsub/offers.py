@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxsub.chain import Chain
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.plan import Plan
 from jaxsub.planners import Planner
@@ -70,7 +71,7 @@ def lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) -
 
     They are the same whatever the budget: who asks for what the smallest of these plans needs gets it.
     """
-    least = sorted((_least_on(pricer.anew(), planner, cuts), i) for i, cuts in enumerate(choices))
+    least = sorted((_least_on(pricer.anew().chain(cuts), planner), i) for i, cuts in enumerate(choices))
     return [choices[i] for n_bytes, i in least if n_bytes <= least[0][0] * (1 + PACKING)]
 
 
@@ -108,7 +109,7 @@ def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequ
         inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
         if own.again > GAIN and inside - set(cuts):
             finer = tuple(sorted({*cuts, *inside}))
-            again = _again_within(pricer.anew(), planner, finer, budget_bytes)
+            again = _again_within(pricer.anew().chain(finer), planner, budget_bytes)
             own = Offer(finer, budget_bytes, again) if again < own.again - GAIN else own
         return [*_of_smaller(pricer, planner, own, cuts, choices[i + 1 :]), own]
     cuts = next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
@@ -129,37 +130,37 @@ def _of_smaller(
     counted = [(pricer.anew(is_counted=True), COUNTING)] if pricer.is_compiled else []
     found: list[Offer] = []
     for of, room in (*counted, (pricer, 0.0)):
-        below = int(_too_small(of.anew(), planner, cuts, own.budget_bytes) * (1 + room))
+        below = int(_too_small(of.anew().chain(cuts), planner, own.budget_bytes) * (1 + room))
         found = [f for f in promising(of, planner, below, others)[:1] if f.again < own.again] if below else []
         if not found:
             break
     return found
 
 
-def _too_small(pricer: Pricer, planner: Planner, cuts: Sequence[int], budget_bytes: int) -> int:
+def _too_small(chain: Chain, planner: Planner, budget_bytes: int) -> int:
     """The largest budget that is planned on other ways too: none of a way's plans fits, or much is executed again."""
-    low, high = _least_on(pricer, planner, cuts) - 1, budget_bytes
-    if _again_within(pricer, planner, cuts, low + 1) <= HALF:
+    low, high = _least_on(chain, planner) - 1, budget_bytes
+    if _again_within(chain, planner, low + 1) <= HALF:
         return low
     while high - low > max(1, NEARLY * low):
         middle = (low + high) // 2
-        is_much = _again_within(pricer, planner, cuts, middle) > HALF
+        is_much = _again_within(chain, planner, middle) > HALF
         low, high = (middle, high) if is_much else (low, middle)
     return low
 
 
-def _again_within(pricer: Pricer, planner: Planner, cuts: Sequence[int], budget_bytes: int) -> float:
+def _again_within(chain: Chain, planner: Planner, budget_bytes: int) -> float:
     """What the planner executes again on a way to cut, as a share of a forward pass; infinite where nothing fits."""
     try:
-        return share_again(planner(pricer.chain(cuts), budget_bytes))
+        return share_again(planner(chain, budget_bytes))
     except InfeasibleBudgetError:
         return math.inf
 
 
-def _least_on(pricer: Pricer, planner: Planner, cuts: Sequence[int]) -> int:
+def _least_on(chain: Chain, planner: Planner) -> int:
     """The least that the planner predicts to fit on a way to cut."""
     try:
-        return predicted_bytes(planner(pricer.chain(cuts), 1))
+        return predicted_bytes(planner(chain, 1))
     except InfeasibleBudgetError as error:
         return error.least_bytes
 

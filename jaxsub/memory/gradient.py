@@ -137,7 +137,7 @@ def gradient_graph(
 
     Args:
         graph: The program. Its differentiated outputs are given cotangents.
-        mirror_counts: m(v) for each node, at least 0; all 0 when left out.
+        mirror_counts: m(v) for each node, at least 0; all 0 when left out. A plan's are `Plan.mirror_counts_in(graph)`.
         needs: What the gradient of each primitive reads of its node, such as `LEAST_NEEDS`; inputs and outputs where
             it names none, which is the default for all.
 
