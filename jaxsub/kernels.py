@@ -11,6 +11,7 @@ Sources: OpenXLA, `BFScheduler`, `ListScheduler` and `DFSMemoryScheduler` in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -203,15 +204,14 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
 
 def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], places: Sequence[tuple[int, int]]) -> list[Any]:
     """The buffers, largest first, that lie in places of outputs before those are written."""
-    taken: list[list[tuple[int, int]]] = [[] for _ in places]
-    order, found = sorted(range(len(places)), key=lambda p: places[p]), []
-    for b in sorted(spans, key=lambda b: (-sizes[b], spans[b])):
+    places, found = sorted(places), []
+    room, taken = [size for size, _ in places], [0] * len(places)  # a place's bits say when something lies there
+    for b in sorted((b for b in spans if sizes[b]), key=lambda b: (-sizes[b], spans[b])):
         start, stop = spans[b]
-        for p in order if sizes[b] else ():
-            size, written_at = places[p]
-            is_free = all(stop < a or z < start for a, z in taken[p])
-            if sizes[b] <= size and stop < written_at and is_free:
-                taken[p].append((start, stop))
+        span = (2 << stop) - (1 << start)
+        for p in range(bisect_left(room, sizes[b]), len(places)):
+            if stop < places[p][1] and not taken[p] & span:
+                taken[p] |= span
                 found.append(b)
                 break
     return found
