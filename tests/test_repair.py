@@ -196,7 +196,7 @@ def test_all_ways_together_are_compiled_few_times(monkeypatch, n_bytes):
 
 
 @pytest.mark.parametrize(
-    ("coarse", "fine", "is_fine"), [(0.05, 0.0, True), (0.5, 0.48, True), (0.05, 0.04, False), (0.014, 0.0, False)]
+    ("coarse", "fine", "is_fine"), [(0.05, 0.0, True), (0.5, 0.49, True), (0.05, 0.042, False), (0.008, 0.0, False)]
 )
 def test_a_large_stage_is_cut_where_that_pays(coarse, fine, is_fine):
     """A stage whose backward pass takes much of the budget, if what is executed again becomes clearly less."""
