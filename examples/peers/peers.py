@@ -28,6 +28,9 @@ from jaxsub.plan import plan_from_runs
 from jaxsub.targets import Target, get_target
 
 KNAPSACK_SLOTS = 400
+NO_TILES = "output tile sizes"
+"""What XLA says where it would write a product's kernel itself and finds no tiles for it; with a GPU it tries others."""
+
 SLACK = 1.1
 """Alpa lets a layer have this many times the mean FLOPs of a layer, at least those of its heaviest stage."""
 
@@ -51,7 +54,8 @@ def by_xla(loss: Callable, args: tuple[Any, ...], target: str, share: float) -> 
     """A gradient compiled for a GPU so small that XLA's own rematerialisation pass runs.
 
     The compile is done here rather than by `jaxsub`, for the program's text is needed: the pass clones fusions,
-    products among them, and clones are what is executed again. It leaves convolutions, calls to cuDNN, alone.
+    products among them, and clones are what is executed again. It leaves calls alone: convolutions, which are cuDNN's,
+    and products where XLA finds no tiles for one of them, so that all are cuBLAS's.
     JAX's platform must be the CPU.
 
     Args:
@@ -79,7 +83,13 @@ def _compiled_for(target: Target, fun: Any, args: tuple[Any, ...]) -> Any:
     topology = topologies.get_topology_desc(platform="cuda", target_config=target.spec, topology="1x1x1")
     where = jax.sharding.SingleDeviceSharding(topology.devices[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), args)
-    return fun.lower(*placed).compile()
+    lowered = fun.lower(*placed)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def dot_flops(text: str) -> float:
