@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -26,6 +27,9 @@ from jaxsub.spread import constrain, placed
 from jaxsub.stages import find_cuts, shares_most_weights, widening_head
 from jaxsub.store import code_digest, key_of
 from jaxsub.timeline import name_pieces, value_label
+
+MOST_EQUATIONS = 1000
+"""A way to cut that leaves more of them in one stage is looked at only where all do."""
 
 
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -200,7 +204,13 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     head = widening_head(graph)
     finer = required if head is None else {*required, head}
     ways = [(windows[0], required), *((w, finer) for w in windows)]
-    return list(dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways))
+    choices = dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways)
+    return [cuts for cuts in choices if _longest(cuts) <= MOST_EQUATIONS] or list(choices)
+
+
+def _longest(cuts: Sequence[int]) -> int:
+    """How many equations the longest stage has."""
+    return max((stop - start for start, stop in pairwise(cuts)), default=0)
 
 
 def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:

@@ -7,6 +7,7 @@ at, slices among them. At n, 2n and 4n layers linear work grows by d and then by
 import functools
 import pickle
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -213,6 +214,24 @@ def test_regions_of_merged_stages_stay_small():
     for n, sizes in ((MAX_STAGES - 1, {1, 2, 8}), (MAX_STAGES, {1, 2})):
         cuts = range(0, 100 * n + 1, 100)
         assert {b - a for a, b in spans_of(cuts, [], (2, 8))} == sizes
+
+
+@pytest.mark.parametrize(("layers", "is_left_out"), [(40, False), (300, True)])
+def test_stages_of_very_many_equations_are_cut(layers, is_left_out):
+    """A dense network has few places where few values cross: with many layers, ways with those alone are left out."""
+
+    def dense(weights, x):
+        features = [x]
+        for w in weights:
+            features.append(jnp.tanh(sum(features[-8:]) @ w))
+        return jnp.sum(sum(features))
+
+    square = jax.ShapeDtypeStruct((4, 4), "float32")
+    program = trace(dense, ([square] * layers, square), {})
+    longest = [max(b - a for a, b in pairwise(cuts)) for cuts in cut_choices(program)]
+    assert min(longest) < 400
+    assert longest[0] < 400 or not is_left_out
+    assert len(longest) == 2 - is_left_out
 
 
 def test_deep_nests_of_many_equations_are_stored():

@@ -29,7 +29,7 @@ from jaxsub.targets import Target, get_target
 
 KNAPSACK_SLOTS = 400
 NO_TILES = "output tile sizes"
-"""What XLA says where it would write a product's kernel itself and finds no tiles for it; with a GPU it tries others."""
+"""What XLA says where it would write a product's kernel itself and finds no tiles for it; with a GPU it tries more."""
 
 SLACK = 1.1
 """Alpa lets a layer have this many times the mean FLOPs of a layer, at least those of its heaviest stage."""
