@@ -30,6 +30,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import numpy as np
+from adjustText import adjust_text
 from matplotlib.axes import Axes
 
 import jaxsub
@@ -211,13 +213,16 @@ def panel(ax: Axes, name: str, peers: dict[str, Point], ours: list[Point]) -> No
     """The peers of a network on one target as points, and `jaxsub` as a line."""
     memory, flops = zip(*ours, strict=True) if ours else ((), ())
     ax.plot(memory, flops, color="#0072b2", marker="o", label="jaxsub", zorder=3)
-    for label, point in peers.items():
+    for point in peers.values():
         ax.plot(*point, "x", color="#8a8a8a")
-        ax.annotate(label, point, xytext=(4, 3), textcoords="offset points", fontsize=7)
     target, network = name.split("/")
     dtype = "float32" if target == "cpu" else "bfloat16"
     ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=f"{network}, {target}, {dtype}")
     ax.legend()
+    labels = [ax.text(*point, label, fontsize=7) for label, point in peers.items()]
+    np.random.seed(0)  # of `adjust_text`, for labels of one place; the picture is the same each time
+    line, stroke = np.reshape(ours, (-1, 2)).T, dict(arrowstyle="-", color="#cccccc", lw=0.6)
+    adjust_text(labels, *line, ax=ax, iter_lim=400, arrowprops=stroke)
 
 
 def main() -> None:
