@@ -43,7 +43,7 @@ MUCH_AGAIN = 0.1
 """Where a plan that fits executes this share of a forward pass again, a cheaper one that may not fit is tried."""
 
 FILL = 0.005
-"""What a plan that fits leaves over is filled by one more compile where that spares this share of a forward pass."""
+"""What a plan that fits leaves over is filled by more compiles where each would spare this share of a forward pass."""
 
 SPREAD = 0.03
 """Share of the budget by which predictions of plans next to each other err differently: where a plan that fits executes
@@ -136,7 +136,7 @@ class _Search:
             if self.is_good(plan, needed):
                 spare = predicted + self.budget_bytes - needed
                 self.dare(cuts, limit, int(spare + SPREAD * self.budget_bytes), MUCH_AGAIN)
-                self.dare(cuts, limit, spare, FILL)
+                self.fill(cuts, limit, spare)
                 break
             following = _between(low, high, inner, needed, aim, worst)
             if following is None or abs(following - inner) < 1e-3 * self.budget_bytes:
@@ -157,13 +157,22 @@ class _Search:
         may_fit = at_least <= self.budget_bytes * (1 + MARGIN)  # sizes are few and round: many a plan fits to the byte
         return None if self.verifier.is_known(plan) or may_fit else at_least
 
-    def dare(self, cuts: Sequence[int], limit: int, asked: int, gain: float) -> None:
-        """Try one plan that may not fit, where it would spare so much of a forward pass beside the best that does."""
+    def fill(self, cuts: Sequence[int], limit: int, asked: int) -> None:
+        """Try plans for what the best leaves over, each for so much less as the one before did not fit by."""
+        for _ in range(MOST_COMPILES):
+            plan = self.dare(cuts, limit, asked, FILL)
+            if plan is None or _needed(plan) <= self.budget_bytes:
+                return
+            asked = predicted_bytes(plan) + self.budget_bytes - _needed(plan)
+
+    def dare(self, cuts: Sequence[int], limit: int, asked: int, gain: float) -> Plan | None:
+        """Try a plan that may not fit, where it would spare so much of a forward pass beside the best that does."""
         again = share_again(self.best) if self.best else 0.0
         if again > gain:
             plan = settle(self.verifier.pricer, cuts, self.planner, asked)
             if share_again(plan) < again - gain and self._may_try(plan, limit):
-                self.try_(plan)
+                return plan.replace(measurement=self.try_(plan))
+        return None
 
     def _may_try(self, plan: Plan, limit: int) -> bool:
         """Whether a plan is known, or may be compiled: there are compiles left, and none fits or they are short.

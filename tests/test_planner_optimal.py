@@ -14,6 +14,7 @@ from jaxsub.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage
 from jaxsub.errors import InfeasibleBudgetError
 from jaxsub.planners import optimal, tables
 from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
+from jaxsub.planners.pieces import in_pieces
 from jaxsub.planners.tables import depth, tables_of
 from jaxsub.replay import extra_flops, predict
 
@@ -380,3 +381,32 @@ def test_of_a_long_chain_fewer_regions_are_taken(n, extra, temp_bytes, is_taken)
     few = (chain.nest(0, n - 1), Run(n - 1, n))
     best, other = (Prediction(m, e, 100.0, 0, "by hand") for m, e in ((10, 5.0), (temp_bytes, extra)))
     assert solve(chain)._simplest([(many, best), (few, other)]) == (few if is_taken else many)
+
+
+def regions(n: int, long: Option) -> tuple[Chain, tuple[Run, ...]]:
+    """A chain whose stages may each be a region that keeps 2 + 1 bytes and executes one FLOP again, and one long run."""
+    chain, short = uniform(n), Option((0,), 2, 5, 1.0)
+    items = (*(Item(s, s + 1, (Option((), 0, 5, 3.0), short)) for s in range(n - 1)), Item(0, n - 1, (long,)))
+    return replace(chain, items=items), (Run(0, n - 1, long), Run(n - 1, n))
+
+
+@pytest.mark.parametrize(
+    ("kept", "transient", "flops", "n_runs"),
+    [(11, 20, 4.0, 5), (12, 20, 4.0, 5), (10, 20, 4.0, 2), (11, 20, 3.9, 2), (11, 4, 4.0, 2)],
+)
+def test_long_regions_stand_in_pieces_that_cost_no_more(kept, transient, flops, n_runs):
+    """Not where the pieces keep a byte more, execute more again, or are predicted to need more."""
+    chain, runs = regions(5, Option((0, 1, 2, 3), kept, transient, flops))
+    assert len(in_pieces(chain, runs)) == n_runs
+
+
+@given(chains(4))
+def test_pieces_need_no_more_and_execute_no_more_again(chain):
+    """Whatever the plan; and a planner's own regions are such pieces already."""
+    for runs in list(all_runs(chain))[:50]:
+        before, after = predict(chain, runs), predict(chain, in_pieces(chain, runs))
+        assert after.temp_bytes <= before.temp_bytes
+        assert after.extra_flops <= before.extra_flops + 1e-5
+    for n_bytes, _ in points(chain)[:5]:
+        found = solve(chain).runs(max(n_bytes, min(p for p, _ in points(chain))))
+        assert in_pieces(chain, found) == found

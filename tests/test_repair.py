@@ -76,6 +76,13 @@ def test_what_is_left_over_is_filled():
     assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.447)) == (0.45, 2)
 
 
+def test_what_is_left_over_is_filled_by_less_where_more_did_not_fit():
+    """A plan that misses says by how much; the next cheaper one that may fit is looked for below it."""
+    rows = ((0.952, 0.98, 1.33), (0.9615, 0.99, 1.26), (0.971, 1.007, 1.18), (0.999, 1.035, 1.02))
+    assert repaired(*rows) == (1.26, 5)
+    assert repaired(*rows[:1], (0.9615, 1.001, 1.26), *rows[2:]) == (1.33, 5)
+
+
 def test_little_is_not_dared_for():
     """A plan that fits and leaves little is taken where the next one spares little, or nobody expects it to fit."""
     assert repaired((0.95, 0.97, 0.45), (1.01, 0.99, 0.4)) == (0.45, 2)

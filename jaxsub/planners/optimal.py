@@ -27,6 +27,7 @@ from jaxsub.chain import Chain, Prediction, Run
 from jaxsub.plan import Plan, plan_from_runs
 from jaxsub.planners.fit import FEWER, infeasible
 from jaxsub.planners.held import Answer
+from jaxsub.planners.pieces import in_pieces
 from jaxsub.planners.places import MOST_STAGES, Search, most_hosted
 from jaxsub.planners.tables import Tables, depth, tables_of
 from jaxsub.replay import extra_flops, predict
@@ -72,7 +73,7 @@ class Solution:
     _filled: dict[Filling, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self, budget_bytes: int) -> tuple[Run, ...]:
-        """The cheapest runs that are predicted to fit.
+        """The cheapest runs that are predicted to fit; of a chain that is not long in the shortest regions.
 
         Args:
             budget_bytes: The budget, in bytes.
@@ -91,7 +92,8 @@ class Solution:
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
         if better is not None or found:
-            return better or self._simplest(found)
+            runs = better or self._simplest(found)
+            return runs if len(self.chain.stages) >= LONG else in_pieces(self.chain, runs)
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
