@@ -384,7 +384,7 @@ def test_of_a_long_chain_fewer_regions_are_taken(n, extra, temp_bytes, is_taken)
 
 
 def regions(n: int, long: Option) -> tuple[Chain, tuple[Run, ...]]:
-    """A chain whose stages may each be a region that keeps 2 + 1 bytes and executes one FLOP again, and one long run."""
+    """A chain whose stages may each be a region that keeps 2 + 1 bytes and executes one FLOP again, and a long run."""
     chain, short = uniform(n), Option((0,), 2, 5, 1.0)
     items = (*(Item(s, s + 1, (Option((), 0, 5, 3.0), short)) for s in range(n - 1)), Item(0, n - 1, (long,)))
     return replace(chain, items=items), (Run(0, n - 1, long), Run(n - 1, n))
