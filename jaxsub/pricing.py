@@ -5,7 +5,8 @@ forward pass allocates for itself comes from a `Coster`: the `analytic` one coun
 `compiled` one asks the compiler (`jaxsub.probes`), once for each distinct run and option, and remembers it.
 
 Runs of several stages with a min-cut of their own have many kinds and few uses: they are priced analytically, scaled
-by what the compiler said of their stages, until a planner uses them; `Pricer.refine` then asks the compiler.
+by what the compiler said of their stages, until a planner uses them; `Pricer.refine` then asks the compiler. So are
+large blocks, which take the compiler long.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxsub.program import Program
 from jaxsub.seconds import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.spent import spent_crossings, spent_inputs
 from jaxsub.spread import scaled, with_gathered
-from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
+from jaxsub.stages import FEW_STAGES, MANY_EQUATIONS, REGION_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.store import Store
 from jaxsub.targets import Target
 from jaxsub.turning import operand_bytes, turning_bytes
@@ -108,7 +109,7 @@ class Pricer:
         runs, self._cuts = list(pairwise(cuts)), tuple(cuts)
         ends = block_ends(self.program.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
-        self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks])
+        self._price_stages(runs, [(cuts[a], cuts[b]) for a, b in blocks if cuts[b] - cuts[a] <= REGION_EQUATIONS])
         spent = self._spent(runs)
         stages = tuple(self._stage(start, stop, spent.get((start, stop), ())) for start, stop in runs)
         spans = spans_of(cuts, ends, sizes)

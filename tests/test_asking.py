@@ -1,17 +1,23 @@
 """Prices that the compiler is asked for: remembered, and of one choice for a whole program."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxsub.asking import Asker
+from jaxsub.budget import Budget
+from jaxsub.plan import Plan
 from jaxsub.pricing import Pricer
 from jaxsub.probes import Probe
 from jaxsub.program import trace
+from jaxsub.stages import block_ends
 from jaxsub.store import Store
 from jaxsub.targets import get_target
 from jaxsub.verify import cut_choices
+from jaxsub.ways import Segment
 
 H100 = get_target("h100")
 
@@ -73,3 +79,34 @@ def test_a_chain_holds_no_figures_of_before(monkeypatch):
         chain = Pricer(program, H100, workers=1).chain(cuts)
         assert {stage.forward_bytes for stage in chain.stages} == {1000}
         assert {option.transient_bytes for item in chain.items for option in item.options} >= {1000}
+
+
+def dense(params, x):
+    """Blocks whose layers read all before them in the block."""
+    for block in params:
+        for w, v in block:
+            x = jnp.concatenate([x, jnp.tanh(jnp.tanh(x @ w) @ v)], -1)
+        x = jnp.tanh(x[..., :8])
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize(("most", "n_asked"), [(500, 2), (20, 1)])
+def test_large_blocks_are_priced_once_a_plan_uses_them(monkeypatch, most, n_asked):
+    """Of blocks of three and five layers the compiler is asked at once; or of the larger one only later."""
+    monkeypatch.setattr("jaxsub.asking.compile_for", Compiler(lambda self: False))
+    monkeypatch.setattr("jaxsub.pricing.REGION_EQUATIONS", most)
+    layers = [[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8 + 4 * i, 16), (16, 4))] for i in range(5)]
+    shapes = [layers[:3], layers, layers[:3]], jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    program = trace(dense, shapes, {}, argnums=0)
+    cuts = cut_choices(program)[-1]
+    pricer = Pricer(program, get_target("cpu"), workers=1)
+    items = {(item.start, item.stop): item for item in pricer.chain(cuts).items}
+    blocks = [run for run in pairwise(block_ends(program.graph, cuts)[:-1]) if run[1] - run[0] > 2]
+    regions = [Segment(cuts[a], cuts[b]) for a, b in blocks]
+    keys = [("backward", pricer._kind(region.start, region.stop), ()) for region in regions]
+    assert len(blocks) == 2
+    assert set(blocks) <= set(items)
+    assert [key in pricer._asker.said for key in keys] == [i < n_asked for i in range(2)]
+    plan = Plan(program.fingerprint, Budget(), len(program.eqns), (regions[1],), ())
+    assert pricer.refine(plan) == (n_asked < 2)
+    assert keys[1] in pricer._asker.said
