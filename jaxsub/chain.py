@@ -206,7 +206,7 @@ class Chain:
 
     Attributes:
         stages: The stages, in order; they cover the program.
-        items: Runs of stages that may stand as one region at the top level, in any order.
+        items: Runs of stages that may stand as one region, in any order.
         crossings: What crosses the cuts.
         fingerprint: The program's fingerprint; plans carry it.
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
@@ -214,6 +214,7 @@ class Chain:
         minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
         has_timed_options: Whether regions say how many seconds they take; otherwise only stages do, and ways to run
             loops, and the regions of a plan are timed when it is chosen.
+        saves_in_nests: Whether regions may save values inside nests; JAX's `jax_remat3` makes them again.
     """
 
     stages: tuple[Stage, ...]
@@ -224,6 +225,7 @@ class Chain:
     seconds_origin: str = ""
     minimises: str = "flops"
     has_timed_options: bool = True
+    saves_in_nests: bool = True
 
     def __post_init__(self) -> None:
         n = len(self.stages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,12 +33,7 @@ NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
 def version_of(text: str) -> tuple[int, ...]:
     """Read the leading numbers of a version: `"0.11.0.dev3"` is `(0, 11, 0)`."""
-    numbers: list[int] = []
-    for part in text.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, itertools.takewhile(str.isdigit, text.split("."))))
 
 
 def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
@@ -83,6 +79,11 @@ def remat_flavour(version: str = jax.__version__) -> str:
     backward pass, so that regions save no memory, and cannot map (vmap) what they save.
     """
     return "remat3" if getattr(jax.config, "jax_remat3", False) and version_of(version) >= (0, 11) else "remat2"
+
+
+def saves_in_nests() -> bool:
+    """Whether a region inside another saves what its policy names; `jax_remat3` makes it again."""
+    return remat_flavour() == "remat2"
 
 
 def _of_our_flavour() -> contextlib.AbstractContextManager[Any]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
+from jaxsub import compat
 from jaxsub.errors import PlanMismatchError, UnsupportedError
 from jaxsub.loops import with_loops
 from jaxsub.plan import Plan
 from jaxsub.program import Program, first_difference
 from jaxsub.regions import with_regions
-from jaxsub.ways import Segment
+from jaxsub.ways import Segment, walk
 
 
 def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
@@ -31,7 +32,8 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
     Raises:
         PlanMismatchError: If the plan belongs to another program.
-        UnsupportedError: If an equation that must run once stands in a segment; all such are listed.
+        UnsupportedError: If an equation that must run once stands in a segment, or if segments inside others save
+            values where JAX would make them again; all such are listed.
 
     Example:
         >>> import jax.numpy as jnp
@@ -76,6 +78,13 @@ def _check(program: Program, plan: Plan) -> None:
     if faults:
         lines = "; ".join(f"equation {n.index} `{n.primitive}` at {n.source or 'an unknown line'}" for n in faults)
         raise UnsupportedError(f"These must run exactly once and cannot stand in a recomputed segment: {lines}.")
+    nested = [s for outer in plan.segments for s in walk(outer.children) if s.saved]
+    if nested and not compat.saves_in_nests():
+        where = ", ".join(f"{s.start}:{s.stop}" for s in nested)
+        raise UnsupportedError(
+            f"With jax_remat3, JAX makes again what these segments save inside others: {where}. Make a new plan with "
+            "jaxsub.plan, or turn jax_remat3 off."
+        )
 
 
 def keep_out(plan: Plan, nodes: Sequence[int]) -> Plan:

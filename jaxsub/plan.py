@@ -148,8 +148,8 @@ class Plan:
             faults.append("the barriers are not in order")
         if outside := [b for b in self.barriers if not 0 <= b < self.n_nodes]:
             faults.append(f"the barriers {outside} stand outside the program")
-        if any(inner.saved for outer in self.segments for inner in walk(outer.children)):
-            faults.append("only outermost segments may save values")
+        if any(inner.offloaded for outer in self.segments for inner in walk(outer.children)):
+            faults.append("only outermost segments may save values off the device")
         if any(set(s.offloaded) - set(s.saved) for s in self.segments):
             faults.append("what is offloaded must be among what is saved")
         if faults:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from jaxsub import analytic, probes
+from jaxsub import analytic, compat, probes
 from jaxsub.asking import Asker
 from jaxsub.chain import Chain, Item, Option, Stage
 from jaxsub.hoisting import TOGETHER, hoisting, shared_zeros
@@ -127,7 +127,8 @@ class Pricer:
         crossings = find_crossings(self.program.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, origin, self._clock.origin,
-                      has_timed_options=self._minimises_seconds)  # fmt: skip
+                      has_timed_options=self._minimises_seconds,
+                      saves_in_nests=compat.saves_in_nests())  # fmt: skip
         chain = with_gathered(scaled(chain, self.share), self.program.graph, self.gathered)
         return by_seconds(chain) if self._minimises_seconds else chain
 

@@ -9,23 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jaxsub.chain import Chain, Prediction, Run
+from jaxsub.chain import Chain, Option, Prediction, Run
 from jaxsub.errors import PlannerError
 from jaxsub.hosting import hosted_bytes
 
 
 def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
-    """Refuse runs that do not cover the stages, or that save values inside a nest.
+    """Refuse runs that do not cover the stages, or that save inside a nest what cannot be saved there.
 
     Raises:
         PlannerError: With every fault found.
     """
-    faults = list(_faults(runs, 0, len(chain.stages), depth=0))
+    faults = list(_faults(chain, runs, 0, len(chain.stages), depth=0))
     if faults:
         raise PlannerError("the planner's runs do not hold together: " + "; ".join(faults))
 
 
-def _faults(runs: Sequence[Run], start: int, stop: int, depth: int) -> Iterator[str]:
+def may_nest(chain: Chain, option: Option) -> bool:
+    """Whether a region with this option may stand inside a nest."""
+    return not option.saved or (chain.saves_in_nests and not option.offloaded)
+
+
+def _faults(chain: Chain, runs: Sequence[Run], start: int, stop: int, depth: int) -> Iterator[str]:
     at = start
     for run in runs:
         if run.start != at or run.stop <= run.start:
@@ -33,10 +38,11 @@ def _faults(runs: Sequence[Run], start: int, stop: int, depth: int) -> Iterator[
         at = run.stop
         if run.children and run.option is not None:
             yield f"run {run.start}:{run.stop} is both a region with an option and a nest"
-        if depth and run.option is not None and run.option.saved:
-            yield f"run {run.start}:{run.stop} saves values inside a nest"
+        if depth and run.option is not None and not may_nest(chain, run.option):
+            where = "off the device " if run.option.offloaded else ""
+            yield f"run {run.start}:{run.stop} saves values {where}inside a nest"
         if run.children:
-            yield from _faults(run.children, run.start, run.stop, depth + 1)
+            yield from _faults(chain, run.children, run.start, run.stop, depth + 1)
     if at != stop:
         yield f"the runs end at stage {at}, not {stop}"
 

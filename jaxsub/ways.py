@@ -18,7 +18,7 @@ class Segment:
     Attributes:
         start: Its first node.
         stop: The node after its last.
-        saved: Values made inside that are saved for its backward pass; only where it stands in no other segment.
+        saved: Values made inside that are saved for its backward pass; only where it has no segments inside.
         children: Segments inside it.
         offloaded: Those of `saved` that are kept in host memory; among them may be values that it reads.
     """

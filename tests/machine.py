@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage
+from jaxsub.replay import may_nest
 
 
 class MachineError(AssertionError):
@@ -149,7 +150,7 @@ def _tops(chain: Chain, s: int) -> Iterator[tuple[Run, ...]]:
 
 def _insides(chain: Chain, s: int, stop: int) -> Iterator[tuple[Run, ...]]:
     whole = [Run(s, i.stop, o) for i in chain.items for o in i.options
-             if i.start == s and i.stop <= stop and not o.saved]  # fmt: skip
+             if i.start == s and i.stop <= stop and may_nest(chain, o)]  # fmt: skip
     firsts = [Run(s, s + 1), *whole]
     firsts += [Run(s, q, None, inside) for q in range(s + 1, stop) for inside in _insides(chain, s, q)]
     for first in firsts:

@@ -318,12 +318,12 @@ def test_numpy_values_that_are_no_budget(given):
     "wrong",
     [
         {"barriers": (-1, 99)},
-        {"segments": (Segment(0, 4, (), (Segment(1, 3, (1,)),)),)},
+        {"segments": (Segment(0, 4, (), (Segment(1, 3, (1,), offloaded=(1,)),)),)},
     ],
-    ids=["barriers outside", "saved in a nested segment"],
+    ids=["barriers outside", "saved in host memory by a nested segment"],
 )
 def test_plans_that_cannot_be_emitted(wrong):
-    """Barriers outside the program, and saved values in a nested segment, are refused."""
+    """Barriers outside the program, and values that a nested segment saves in host memory, are refused."""
     with pytest.raises(ValueError, match="plan"):
         Plan("f", Budget(), 9, **wrong)
 
@@ -363,11 +363,23 @@ def test_runs_become_segments_and_barriers():
     [
         ((Run(0, 5),), "the runs end at stage 5, not 6"),
         ((Run(0, 3), Run(4, 6)), "run 4:6 does not follow on stage 3"),
-        ((CHAIN.nest(0, 6, [Run(0, 6, Option((1,), 1))]),), "run 0:6 saves values inside a nest"),
+        (
+            (CHAIN.nest(0, 6, [Run(0, 6, Option((1,), 1, offloaded=(1,)))]),),
+            "run 0:6 saves values off the device inside a nest",
+        ),
         ((Run(0, 6, Option(), (Run(0, 6),)),), "run 0:6 is both a region with an option and a nest"),
     ],
 )
 def test_runs_that_do_not_hold_together(runs, words):
-    """Runs that leave a stage out, save values inside a nest or are two things at once are refused."""
+    """Runs that leave a stage out, save values off the device inside a nest or are two things at once are refused."""
     with pytest.raises(PlannerError, match=words):
         plan_from_runs(CHAIN, runs, budget=Budget(), planner="p")
+
+
+def test_values_are_saved_inside_nests_where_jax_saves_them():
+    """A region inside a nest saves what its option says; a chain priced with `jax_remat3` refuses it."""
+    runs = (CHAIN.nest(0, 5, [Run(0, 5, Option((1,), 1))]), Run(5, 6))
+    plan = plan_from_runs(CHAIN, runs, budget=Budget(), planner="p")
+    assert [s.saved for s in walk(plan.segments)] == [(), (CHAIN.stages[0].first_value + 1,)]
+    with pytest.raises(PlannerError, match="run 0:5 saves values inside a nest"):
+        plan_from_runs(replace(CHAIN, saves_in_nests=False), runs, budget=Budget(), planner="p")

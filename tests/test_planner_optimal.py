@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machine import Machine, MachineError, all_runs, extra_steps, random_chain, uniform
 
@@ -308,6 +308,7 @@ def test_nesting_goes_as_deep_as_48_layers_need():
 
 @settings(max_examples=150)
 @given(chains(5), st.integers(1, 2))
+@example(random_chain(random.Random(5).randint, 5), 1)  # the cheapest lies between two steps of deeper plans
 def test_bounded_plans_equal_brute_force(chain, max_depth):
     """At every budget no plan that fits and nests no deeper than allowed is cheaper."""
     shallow = [runs for runs in all_runs(chain) if depth(runs) <= max_depth]
@@ -347,17 +348,23 @@ def test_free_plans_are_optimal_and_plain_fits_its_own_budget():
     assert not Optimal()(chain, plan.prediction.temp_bytes // 4).is_optimal
 
 
-def test_saved_values_stand_in_no_nest():
-    """What a plan saves inside regions is saved at the top level only."""
+def test_values_are_saved_inside_nests_too():
+    """Near the least memory that spares much; where JAX would make them again, they are saved at the top level only."""
     chain = network(33)
     least_bytes = predict(chain, solve(chain).least()).temp_bytes
 
     def saving(runs: tuple[Run, ...]) -> list[Run]:
         return [r for run in runs for r in (run, *saving(run.children)) if r.option is not None and r.option.saved]
 
+    outermost = replace(chain, saves_in_nests=False)
     for share in (1.05, 1.5, 3):
-        runs = solve(chain).runs(int(share * least_bytes))
+        budget_bytes = int(share * least_bytes)
+        runs, inside = solve(outermost).runs(budget_bytes), solve(chain).runs(budget_bytes)
         assert saving(runs) == [run for run in runs if run.option is not None and run.option.saved]
+        assert extra_flops(chain, inside) <= extra_flops(chain, runs)
+        if share == 1.05:
+            assert len(saving(inside)) > len([run for run in inside if run.option is not None and run.option.saved])
+            assert extra_flops(chain, inside) < 0.97 * extra_flops(chain, runs)
 
 
 @pytest.mark.parametrize(("n", "most_seconds"), [(33, 0.5), (160, 10)])

@@ -46,8 +46,9 @@ from records import Cell, Measured, fill, keep_table, load, options, over_budget
 
 BUDGETS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.8, 0.6, 0.4, 0.25, 0.07, 0.05)
 QUICK_BUDGETS = (0.3,)
-QUICK_PEERS = ("plain", "every 1", "dots_saveable", "Chen", "Alpa, 4", "PyTorch, 50%", "Haliax")
-"""How the labels of the peers begin that are measured with `--quick`, one of a family."""
+FEW_BUDGETS = (0.2, 0.1, 0.05)
+MANY_BLOCKS = 200
+"""Networks of more, whose every compile takes many minutes, are measured under few budgets beside few peers."""
 
 SHARES_OF_XLA = (0.5, 0.2)
 """What XLA's own pass is given, as shares of the plain gradient's memory."""
@@ -118,6 +119,17 @@ def cells(network: Network, target: str, budgets: tuple[float, ...]) -> Iterator
         yield Cell(f"{name}/peer/Haliax, nested scan", partial(scanned, network, target))
     for share in () if target == "cpu" else SHARES_OF_XLA:
         yield Cell(f"{name}/peer/XLA's own, in {share:.0%}", partial(squeezed, network, target, share))
+
+
+def asked_for(network: Network, target: str, is_quick: bool) -> list[Cell]:
+    """The cells of a network to measure: all, or few budgets and one or two peers of each family."""
+    if not is_quick and network.n_blocks <= MANY_BLOCKS:
+        return list(cells(network, target, BUDGETS))
+    peers = ("plain", "every 1", "recursive", "convolutions", "dots_saveable", "Chen", "PyTorch, 50%", "Haliax",
+             f"Alpa, {math.isqrt(network.n_blocks)} layers", "XLA's own, in 50%")  # fmt: skip
+    starts = ("jaxsub", *(f"peer/{label}" for label in peers))
+    found = cells(network, target, QUICK_BUDGETS if is_quick else FEW_BUDGETS)
+    return [cell for cell in found if cell.key.split("/", 2)[2].startswith(starts)]
 
 
 def answers(measured: Measured, network: Network, target: str) -> Iterator[Cell]:
@@ -211,7 +223,7 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
             panels.setdefault(name.split("/")[1], []).append(name)
     paths = [folder / f"{network}.png" for network in panels]
     for path, wanted in zip(paths, panels.values(), strict=True):
-        fig, axes = plt.subplots(1, len(wanted), figsize=(7 * len(wanted), 4.5), squeeze=False, layout="constrained")
+        fig, axes = plt.subplots(1, len(wanted), figsize=(7.5 * len(wanted), 5.5), squeeze=False, layout="constrained")
         for ax, name in zip(axes[0], wanted, strict=True):
             panel(ax, name, *relative(measured, name))
         fig.savefig(path, dpi=120)
@@ -228,11 +240,12 @@ def panel(ax: Axes, name: str, peers: dict[str, Point], ours: list[Point]) -> No
     target, network = name.split("/")
     dtype = "float32" if target == "cpu" else "bfloat16"
     ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=f"{network}, {target}, {dtype}")
+    ax.margins(0.2, 0.25)  # room for labels
     ax.legend()
     labels = [ax.text(*point, label, fontsize=7) for label, point in peers.items()]
     np.random.seed(0)  # of `adjust_text`, for labels of one place; the picture is the same each time
     line, stroke = np.reshape(ours, (-1, 2)).T, dict(arrowstyle="-", color="#cccccc", lw=0.6)
-    adjust_text(labels, *line, ax=ax, iter_lim=400, arrowprops=stroke)
+    adjust_text(labels, *line, ax=ax, iter_lim=400, arrowprops=stroke, expand=(1.1, 1.5), force_text=(0.4, 0.8))
 
 
 def main() -> None:
@@ -245,11 +258,7 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")  # GPUs are compiled for, never used
         dtype = jnp.float32 if chosen.target == "cpu" else jnp.bfloat16
         sized = [replace(network, dtype=dtype) for network in (QUICK if chosen.quick else NETWORKS)]
-        budgets = QUICK_BUDGETS if chosen.quick else BUDGETS
-        asked = [cell for network in sized for cell in cells(network, chosen.target, budgets)]
-        if chosen.quick:
-            starts = ("jaxsub", *(f"peer/{label}" for label in QUICK_PEERS))
-            asked = [cell for cell in asked if cell.key.split("/", 2)[2].startswith(starts)]
+        asked = [cell for network in sized for cell in asked_for(network, chosen.target, chosen.quick)]
         fill(path, picked(asked, chosen.only), chosen.minutes, chosen.anew)
         found = {} if chosen.quick else load(path)
         more = [cell for network in sized for cell in answers(found, network, chosen.target)]

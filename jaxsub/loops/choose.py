@@ -282,7 +282,7 @@ def _near(size: float, length: int) -> int:
 
 def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
     """Whether names stand in regions inside others, which `jax_remat3` executes again all the same."""
-    if compat.remat_flavour() == "remat2":
+    if compat.saves_in_nests():
         return False
     inside: Inside = step.fields["inside"]
     is_region = bool(step.fields.get("is_recomputed"))

@@ -35,6 +35,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
 from jaxsub.chain import Chain, Option
+from jaxsub.replay import may_nest
 
 Term = tuple[int, float]
 Key = tuple[int, ...]
@@ -53,6 +54,7 @@ class Mode:
         stored_bytes: What it holds from its forward to its backward pass.
         back_bytes: What its backward pass needs beside what is held.
         flops: What its backward pass executes again.
+        is_nestable: Whether it may stand inside nests; otherwise what it holds is saved once, by the forward pass.
     """
 
     start: int
@@ -63,11 +65,12 @@ class Mode:
     stored_bytes: int
     back_bytes: int
     flops: float
+    is_nestable: bool = True
 
     @property
     def is_remade(self) -> bool:
-        """Whether what it holds can be made again in a phase; named values are saved once, by the forward pass."""
-        return self.is_kept or (self.option is not None and self.stored_bytes > 0 and not self.option.saved)
+        """Whether what it holds can be made again in a phase."""
+        return self.is_kept or (self.option is not None and self.stored_bytes > 0 and self.is_nestable)
 
 
 def modes_of(chain: Chain) -> tuple[Mode, ...]:
@@ -85,8 +88,10 @@ def modes_of(chain: Chain) -> tuple[Mode, ...]:
         inside = sum(s.forward_flops for s in chain.stages[item.start : item.stop - 1])
         for o in item.options:
             stored, back = 0 if is_last else o.saved_bytes, o.transient_bytes + around
-            modes.append(Mode(item.start, item.stop, o, False, False, stored, back, o.recompute_flops))
-            if not is_last and not o.saved:
+            modes.append(
+                Mode(item.start, item.stop, o, False, False, stored, back, o.recompute_flops, may_nest(chain, o))
+            )
+            if not is_last and may_nest(chain, o):
                 flops = inside + chain.stages[item.stop - 1].tail_flops + o.loop_flops
                 modes.append(Mode(item.start, item.stop, o, False, True, 0, back, flops))
     return tuple(modes)

@@ -79,7 +79,7 @@ class Regions(Schedules):
         elif mode.option is not None and a:
             self._at_most([(chosen, 1), (self.var("R", t, a - 1), 1)], 1)
         top = [self.var("C", n - 1, q) for q in (a, b) if 0 < q < n]
-        if mode.is_remade or mode.stored_bytes or (mode.option is not None and mode.option.saved):
+        if mode.is_remade or mode.stored_bytes or not mode.is_nestable:
             first = self.var("K", n - 1, o) if mode.is_remade else chosen
             for cut in top:
                 self._at_most([(first, 1), (cut, -1)])

@@ -223,12 +223,14 @@ class Solution:
         Of long chains those may be left out that execute more again than `most_flops`.
         """
         for is_bounded in (False, True):
+            above = most_bytes
             for tables, slots in self._levels(rung, most_bytes, points, least_bytes, stride, most_flops, is_bounded):
                 runs = tables.runs(slots)
                 if depth(runs) > self.max_depth:
-                    most_bytes = (slots + 1) * tables.unit_bytes
+                    most_bytes = above  # between two steps of deeper plans others may have some of their own
                     break
-                yield runs, predict(self.chain, runs), slots * tables.unit_bytes
+                above = slots * tables.unit_bytes
+                yield runs, predict(self.chain, runs), above
             else:
                 return
 

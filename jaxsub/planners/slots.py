@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxsub.chain import Chain, Option
+from jaxsub.replay import may_nest
 
 INFINITE = np.float32(np.inf)
 TRIED_UNITS = 64  # sizes of a slot that are compared for how well stored bytes fall on whole slots
@@ -54,7 +55,7 @@ class Costs:
         kept: `[s]`: what an unwrapped stage stores.
         kept_back: `[s]`: what its backward pass needs.
         choices: `[s]`: the options of items that start at `s`.
-        wholes: `[s]`: those that save no values by name, for use inside nests.
+        inner: `[s]`: those that may stand inside nests.
         late: `[t, m]`: infinite while `m` is below `held[t]`.
         most_held: `[q]`: the most of `held` from `q` on.
     """
@@ -70,7 +71,7 @@ class Costs:
     kept: np.ndarray
     kept_back: np.ndarray
     choices: tuple[tuple[Choice, ...], ...]
-    wholes: tuple[tuple[Choice, ...], ...]
+    inner: tuple[tuple[Choice, ...], ...]
     late: np.ndarray
     most_held: np.ndarray
 
@@ -101,7 +102,7 @@ def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
         kept=nearest(kept, unit_bytes),
         kept_back=up(_column(chain, "keep_transient_bytes") + around, unit_bytes),
         choices=choices,
-        wholes=tuple(tuple(c for c in some if not c.option.saved) for some in choices),
+        inner=tuple(tuple(c for c in some if may_nest(chain, c.option)) for some in choices),
         late=np.where(np.arange(n_slots + 1) < held[:, None], INFINITE, np.float32(0)),
         most_held=np.maximum.accumulate(held[::-1])[::-1],
     )  # fmt: skip

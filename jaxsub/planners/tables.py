@@ -14,7 +14,7 @@ without nests do in as many slots is left out. Bytes are rounded to slots (`jaxs
 from the tables is therefore near its slot but not exactly at it: `jaxsub.replay.predict` has the last word.
 
 Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains* (2019),
-with options at the top level and without checkpointed tapes inside nests other than whole stages.
+with options, inside nests too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _fill(costs: Costs, most: np.ndarray, nests: Nests, inner: Nests | None, s: 
     rows = nests.extra[s]
     rows[s:] = INFINITE
     rows[s, costs.leaf[s] :] = 0
-    for c in _wholes(costs, s, is_deepest=inner is None):
+    for c in _inner(costs, s, is_deepest=inner is None):
         rows[c.stop - 1, c.back :] = np.minimum(rows[c.stop - 1, c.back :], c.last_flops)
         if c.stop < n:
             _offer(costs, nests, s, c.stop, c.stored, c.back, np.full(size, c.flops), scratch)
@@ -87,8 +87,8 @@ def _fill(costs: Costs, most: np.ndarray, nests: Nests, inner: Nests | None, s: 
     nests.least[s, s:] = np.where(finite.any(axis=1), finite.argmax(axis=1), size)
 
 
-def _wholes(costs: Costs, s: int, is_deepest: bool) -> tuple[Choice, ...]:
-    return tuple(c for c in costs.wholes[s] if not (is_deepest and c.option.is_region))
+def _inner(costs: Costs, s: int, is_deepest: bool) -> tuple[Choice, ...]:
+    return tuple(c for c in costs.inner[s] if not (is_deepest and c.option.is_region))
 
 
 def _offer(
@@ -286,7 +286,7 @@ def _first_of_nest(tables: Tables, level: int, s: int, t: int, m: int) -> tuple[
     if s < t and m >= max(kept, costs.kept_back[s], costs.forward[s, s + 1] + late):
         found.append((extra[s + 1, t, m - kept], s + 1, Run(s, s + 1), kept))
     is_deepest = tables.is_bounded and level == 0
-    for c in (c for c in _wholes(costs, s, is_deepest) if m >= c.back):
+    for c in (c for c in _inner(costs, s, is_deepest) if m >= c.back):
         if c.stop == t + 1:
             found.append((c.last_flops, c.stop, Run(s, c.stop, c.option), 0))
         elif c.stop <= t and m >= max(c.stored, costs.forward[s, c.stop] + late):
