@@ -1,5 +1,6 @@
 """From a plan back to a function: regions, names, barriers, what is shared, and what is refused."""
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,9 +14,10 @@ from jaxprs import barriers, count, equations
 
 import jaxsub
 from jaxsub import compat, sites
+from jaxsub.compat import version_of
 from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit, keep_out
-from jaxsub.errors import PlannerError
+from jaxsub.errors import PlannerError, UnsupportedError
 from jaxsub.flops import bodies_of
 from jaxsub.loops.rewrite import body_program, branch_programs
 from jaxsub.loops.rotate import rotated
@@ -25,6 +27,7 @@ from jaxsub.program import trace
 from jaxsub.stages import find_crossings
 from jaxsub.targets import get_target
 from jaxsub.verify import gradient
+from jaxsub.ways import walk
 
 W, X = jnp.eye(4) * 0.9, jnp.ones((3, 4))
 
@@ -100,6 +103,41 @@ def test_what_closes_over_other_things_is_not_alike():
     plan = plan_of(program, Segment(0, 1), Segment(1, 2), Segment(2, 3))
     assert jax.grad(lambda x: emit(program, plan)(x)[0])(0.5) == 2.0
     assert len({id(bodies_of(r)[0]) for r in regions(traced(program, plan))}) == 2
+
+
+def test_segments_inside_others_save_values():
+    """What they save is not executed again for them: of eight products two less than where they save nothing.
+
+    With `jax_remat3` JAX would execute it again, and the plan is refused.
+    """
+    program = trace(chain, (W, X), {})
+    first, products = program.graph.first_value, []
+    for saved in ((), ((first(2),), (first(10),))):
+        inner = [Segment(0, 6, *saved[:1]), Segment(8, 14, *saved[1:])]
+        plan = plan_of(program, Segment(0, 15, (), tuple(inner)), barriers=(8,))
+        function = jax.value_and_grad(jaxsub.sublinear(chain, plan=plan))
+        products.append(count(jax.make_jaxpr(function)(W, X), "dot_general"))
+        chex.assert_trees_all_close(function(W, X), jax.value_and_grad(chain)(W, X), rtol=1e-6)
+    assert products[0] - products[1] == 2
+
+
+@pytest.mark.skipif(version_of(jax.__version__) < (0, 11), reason="jax_remat3 makes no region of ours before JAX 0.11")
+def test_what_remat3_would_make_again_is_refused():
+    """A plan made without `jax_remat3` whose segments save values inside others, and what is planned with it."""
+
+    def loss(ws, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
+
+    program = trace(chain, (W, X), {})
+    plan = plan_of(program, Segment(0, 15, (), (Segment(0, 6, (program.graph.first_value(2),)),)))
+    jax.config.update("jax_remat3", True)
+    try:
+        with pytest.raises(UnsupportedError, match=r"save inside others: 0:6\. Make a new plan"):
+            emit(program, plan)
+        found = jaxsub.plan(loss, [W] * 12, jnp.ones((256, 4)), budget=0.4, verify=False, cache=False, progress=False)
+        assert not [s for outer in found.segments for s in walk(outer.children) if s.saved]
+    finally:
+        jax.config.update("jax_remat3", False)
 
 
 def test_saved_values_are_the_residuals():
