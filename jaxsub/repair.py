@@ -8,7 +8,7 @@ planner's least plans are tried, of every way to cut that may hold the least, an
 what `InfeasibleBudgetError` says. A budget that buys so little that half a forward pass and more is executed again
 looks at the other ways to cut too, their least plans among them: a smaller budget must not find what it has not seen.
 For the same reason every budget looks first at what budgets too small for its way to cut would find on others. Where a
-GPU would make zeros behind gradient barriers ahead, plans without any barrier are searched too.
+GPU would make zeros behind gradient barriers ahead, plans without any barrier are searched too, before any refusal.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; those of more than `LONG_EQUATIONS`,
 which take minutes, only until a plan fits. A clock does not decide: every host of a cluster must come to the same plan.
@@ -16,6 +16,7 @@ which take minutes, only until a plan fits. A clock does not decide: every host 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,10 @@ def fit(
     if search.best is None:
         search.least(lowest(verifier.pricer, planner, cut_choices))
         ways = [offer.cuts, *ways]  # that the least fits says nothing of what lies between
-    if search.best is None:
-        raise _infeasible(verifier, search, budget_bytes)
     search.others(ways)
     search.without_barriers(offer.cuts)
+    if search.best is None:
+        raise _infeasible(verifier, search, budget_bytes)
     return finish(verifier.program, search.best.replace(plain_measurement=plain.measurement), budget)
 
 
@@ -224,7 +225,7 @@ class _Search:
 
     def without_barriers(self, cuts: Sequence[int]) -> None:
         """Search plans without gradient barriers too, where these make a compiler hold zeros that it would not."""
-        again = share_again(self.best) if self.best else 0.0
+        again = share_again(self.best) if self.best else math.inf
         if again > GAIN and any(stage.ahead_bytes for stage in self.verifier.pricer.chain(cuts).stages):
             fenced, self.planner = self.planner, Bare(self.planner)
             self.least_error = min(self.least_error, 0)  # what barriers add says nothing of these
