@@ -5,8 +5,7 @@ crosses them, and are where executing again begins; it goes on to the frontier, 
 stands between two cuts with none inside. Such a schedule is a sequence of runs, and what is executed again in one phase
 is a nest in it: `runs_of` reads them off.
 
-A nest of a single nest, or of a single region with an option, is left out: it is never better than what it holds,
-unless the region saves values, which the nest makes again; such plans are left to `optimal`. The bound knows of them.
+A nest of a single nest, or of a single region with an option, is left out: it is never better than what it holds.
 """
 
 from __future__ import annotations
