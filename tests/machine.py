@@ -132,7 +132,10 @@ class Machine:
 
 
 def all_runs(chain: Chain) -> Iterator[tuple[Run, ...]]:
-    """Every plan that `optimal` chooses from: unwrapped stages, items with each option, nests of any depth."""
+    """Every plan that `optimal` chooses from: unwrapped stages, items with each option, nests of any depth.
+
+    What ends a nest saves nothing by name.
+    """
     yield from _tops(chain, 0)
 
 
@@ -149,8 +152,8 @@ def _tops(chain: Chain, s: int) -> Iterator[tuple[Run, ...]]:
 
 
 def _insides(chain: Chain, s: int, stop: int) -> Iterator[tuple[Run, ...]]:
-    whole = [Run(s, i.stop, o) for i in chain.items for o in i.options
-             if i.start == s and i.stop <= stop and may_nest(chain, o)]  # fmt: skip
+    found = [(i.stop, o) for i in chain.items if i.start == s and i.stop <= stop for o in i.options]
+    whole = [Run(s, end, o) for end, o in found if not o.saved or (end < stop and may_nest(chain, o))]
     firsts = [Run(s, s + 1), *whole]
     firsts += [Run(s, q, None, inside) for q in range(s + 1, stop) for inside in _insides(chain, s, q)]
     for first in firsts:

@@ -349,12 +349,18 @@ def test_free_plans_are_optimal_and_plain_fits_its_own_budget():
 
 
 def test_values_are_saved_inside_nests_too():
-    """Near the least memory that spares much; where JAX would make them again, they are saved at the top level only."""
+    """Near the least memory that spares much; where JAX would make them again, they are saved at the top level only.
+
+    What ends a nest saves nothing.
+    """
     chain = network(33)
     least_bytes = predict(chain, solve(chain).least()).temp_bytes
 
     def saving(runs: tuple[Run, ...]) -> list[Run]:
         return [r for run in runs for r in (run, *saving(run.children)) if r.option is not None and r.option.saved]
+
+    def ends(runs: tuple[Run, ...]) -> list[Run]:
+        return [end for run in runs if run.children for end in (run.children[-1], *ends(run.children))]
 
     outermost = replace(chain, saves_in_nests=False)
     for share in (1.05, 1.5, 3):
@@ -362,6 +368,7 @@ def test_values_are_saved_inside_nests_too():
         runs, inside = solve(outermost).runs(budget_bytes), solve(chain).runs(budget_bytes)
         assert saving(runs) == [run for run in runs if run.option is not None and run.option.saved]
         assert extra_flops(chain, inside) <= extra_flops(chain, runs)
+        assert not [run for run in saving(inside) if run in ends(inside)]
         if share == 1.05:
             assert len(saving(inside)) > len([run for run in inside if run.option is not None and run.option.saved])
             assert extra_flops(chain, inside) < 0.97 * extra_flops(chain, runs)

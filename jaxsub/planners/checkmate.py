@@ -91,7 +91,7 @@ def modes_of(chain: Chain) -> tuple[Mode, ...]:
             modes.append(
                 Mode(item.start, item.stop, o, False, False, stored, back, o.recompute_flops, may_nest(chain, o))
             )
-            if not is_last and may_nest(chain, o):
+            if not is_last and not o.saved:
                 flops = inside + chain.stages[item.stop - 1].tail_flops + o.loop_flops
                 modes.append(Mode(item.start, item.stop, o, False, True, 0, back, flops))
     return tuple(modes)

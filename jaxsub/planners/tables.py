@@ -13,6 +13,9 @@ for `n` stages, and of long chains only on those that a cheapest plan may need: 
 without nests do in as many slots is left out. Bytes are rounded to slots (`jaxsub.planners.slots`). A plan read back
 from the tables is therefore near its slot but not exactly at it: `jaxsub.replay.predict` has the last word.
 
+Regions save values inside nests too, but for the last of a nest, which runs backward at once: it would be executed
+again no less, and compilers hold more beside what it saves than is predicted (a GPU of GPT-2's attention 400 MiB).
+
 Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains* (2019),
 with options, inside nests too.
 """
@@ -72,7 +75,8 @@ def _fill(costs: Costs, most: np.ndarray, nests: Nests, inner: Nests | None, s: 
     rows[s:] = INFINITE
     rows[s, costs.leaf[s] :] = 0
     for c in _inner(costs, s, is_deepest=inner is None):
-        rows[c.stop - 1, c.back :] = np.minimum(rows[c.stop - 1, c.back :], c.last_flops)
+        if not c.option.saved:
+            rows[c.stop - 1, c.back :] = np.minimum(rows[c.stop - 1, c.back :], c.last_flops)
         if c.stop < n:
             _offer(costs, nests, s, c.stop, c.stored, c.back, np.full(size, c.flops), scratch)
     if s + 1 < n:
@@ -287,7 +291,7 @@ def _first_of_nest(tables: Tables, level: int, s: int, t: int, m: int) -> tuple[
         found.append((extra[s + 1, t, m - kept], s + 1, Run(s, s + 1), kept))
     is_deepest = tables.is_bounded and level == 0
     for c in (c for c in _inner(costs, s, is_deepest) if m >= c.back):
-        if c.stop == t + 1:
+        if c.stop == t + 1 and not c.option.saved:
             found.append((c.last_flops, c.stop, Run(s, c.stop, c.option), 0))
         elif c.stop <= t and m >= max(c.stored, costs.forward[s, c.stop] + late):
             found.append((c.flops + extra[c.stop, t, m - c.stored], c.stop, Run(s, c.stop, c.option), c.stored))
