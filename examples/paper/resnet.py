@@ -52,7 +52,7 @@ FULL = dict(batch=32, size=224, width=64, classes=1000)
 QUICK = dict(batch=4, size=32, width=8, classes=10)
 FULL_DEPTHS, QUICK_DEPTHS = (50, 98, 194, 386, 1001), (14, 26)
 MOST_FLOPS = 1.25
-SHARES = {"cpu": (0.22, 0.52), "h100": (0.24, 0.53)}
+SHARES = {"cpu": (0.22, 0.52), "h100": (0.24, 0.528)}
 """The share of the plain gradient's memory that 50 layers are to fit, and the power of the depth that it falls by."""
 LEAST_SAVED = {("cpu", 1001): 20, ("h100", 1001): 20}
 """How many times less memory than the plain gradient's the deepest network is to need."""
