@@ -17,7 +17,7 @@ from jaxsub.loops import with_loops
 from jaxsub.plan import Plan
 from jaxsub.program import Program, first_difference
 from jaxsub.regions import with_regions
-from jaxsub.ways import Segment, walk
+from jaxsub.ways import Inside, Segment, saving_in_nests
 
 
 def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
@@ -32,7 +32,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
     Raises:
         PlanMismatchError: If the plan belongs to another program.
-        UnsupportedError: If an equation that must run once stands in a segment, or if segments inside others save
+        UnsupportedError: If an equation that must run once stands in a segment, or if regions inside others save
             values where JAX would make them again; all such are listed.
 
     Example:
@@ -78,11 +78,13 @@ def _check(program: Program, plan: Plan) -> None:
     if faults:
         lines = "; ".join(f"equation {n.index} `{n.primitive}` at {n.source or 'an unknown line'}" for n in faults)
         raise UnsupportedError(f"These must run exactly once and cannot stand in a recomputed segment: {lines}.")
-    nested = [s for outer in plan.segments for s in walk(outer.children) if s.saved]
+    nested = list(saving_in_nests(Inside(plan.segments, ways=plan.loops)))
     if nested and not compat.saves_in_nests():
-        where = ", ".join(f"{s.start}:{s.stop}" for s in nested)
+        where = ", ".join(
+            f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"steps of loop {s.node}" for s in nested
+        )
         raise UnsupportedError(
-            f"With jax_remat3, JAX makes again what these segments save inside others: {where}. Make a new plan with "
+            f"With jax_remat3, JAX makes again what these save inside other regions: {where}. Make a new plan with "
             "jaxsub.plan, or turn jax_remat3 off."
         )
 

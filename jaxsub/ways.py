@@ -100,6 +100,31 @@ def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield from walk(segment.children)
 
 
+def saving_in_nests(inside: Inside, *, is_nested: bool = False) -> Iterator[Segment | Loop]:
+    """Segments and loops' steps that save values where a region stands round them, in order.
+
+    Args:
+        inside: Segments, and ways to run loops and conditionals, of one program.
+        is_nested: Whether a region stands round that program itself.
+
+    Example:
+        >>> nest = Segment(0, 9, children=(Segment(0, 4, saved=(3,)), Segment(5, 9)))
+        >>> [(found.start, found.stop) for found in saving_in_nests(Inside((nest,)))]
+        [(0, 4)]
+    """
+    outer = inside.segments if is_nested else (child for segment in inside.segments for child in segment.children)
+    yield from (segment for segment in walk(tuple(outer)) if segment.saved)
+    for way in inside.ways:
+        if isinstance(way, Conditional):
+            for branch in way.branches:
+                yield from saving_in_nests(branch, is_nested=is_nested)
+            continue
+        is_block = is_nested or bool(way.blocks)
+        if (is_block and way.saved) or (is_nested and way.kept_saved):
+            yield way
+        yield from saving_in_nests(way.inside, is_nested=is_block or way.is_recomputed)
+
+
 def is_like(a: Way, b: Way) -> bool:
     """Whether two ways are those of a loop and differ only in numbers of steps."""
     if not isinstance(a, Loop) or not isinstance(b, Loop):

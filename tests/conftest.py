@@ -47,3 +47,12 @@ def few_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture
+def remat3() -> Iterator[None]:
+    """JAX's new rematerialisation, switched on."""
+    was = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", was)

@@ -14,11 +14,11 @@ from jaxprs import barriers, count, equations
 
 import jaxsub
 from jaxsub import compat, sites
-from jaxsub.compat import version_of
 from jaxsub.compiled import measure_compiled
 from jaxsub.emit import emit, keep_out
 from jaxsub.errors import PlannerError, UnsupportedError
 from jaxsub.flops import bodies_of
+from jaxsub.loops.find import find_loops
 from jaxsub.loops.rewrite import body_program, branch_programs
 from jaxsub.loops.rotate import rotated
 from jaxsub.loops.unroll import unrolled
@@ -27,7 +27,7 @@ from jaxsub.program import trace
 from jaxsub.stages import find_crossings
 from jaxsub.targets import get_target
 from jaxsub.verify import gradient
-from jaxsub.ways import walk
+from jaxsub.ways import Inside, Loop, walk
 
 W, X = jnp.eye(4) * 0.9, jnp.ones((3, 4))
 
@@ -121,23 +121,29 @@ def test_segments_inside_others_save_values():
     assert products[0] - products[1] == 2
 
 
-@pytest.mark.skipif(version_of(jax.__version__) < (0, 11), reason="jax_remat3 makes no region of ours before JAX 0.11")
-def test_what_remat3_would_make_again_is_refused():
-    """A plan made without `jax_remat3` whose segments save values inside others, and what is planned with it."""
+@pytest.mark.skipif(
+    compat.version_of(jax.__version__) < (0, 11), reason="jax_remat3 makes no region of ours before JAX 0.11"
+)
+def test_what_remat3_would_make_again_is_refused(remat3):
+    """A plan made without `jax_remat3` that saves values inside nests, of loops' bodies too; and what is planned."""
 
     def loss(ws, x):
         return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
 
     program = trace(chain, (W, X), {})
-    plan = plan_of(program, Segment(0, 15, (), (Segment(0, 6, (program.graph.first_value(2),)),)))
-    jax.config.update("jax_remat3", True)
-    try:
-        with pytest.raises(UnsupportedError, match=r"save inside others: 0:6\. Make a new plan"):
-            emit(program, plan)
-        found = jaxsub.plan(loss, [W] * 12, jnp.ones((256, 4)), budget=0.4, verify=False, cache=False, progress=False)
-        assert not [s for outer in found.segments for s in walk(outer.children) if s.saved]
-    finally:
-        jax.config.update("jax_remat3", False)
+    nested = Segment(0, 15, (), (Segment(0, 6, (program.graph.first_value(2),)),))
+    scanned = trace(lambda w, x: lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=9)[0].sum(), (W, X), {})
+    loop = Loop(find_loops(scanned)[0], (3,), inside=Inside((Segment(0, 2, (2,)),)))
+    for refused, plan, named in (
+        (program, plan_of(program, nested), "0:6"),
+        (scanned, replace(plan_of(scanned), loops=(loop,)), "0:2"),
+        (scanned, replace(plan_of(scanned), loops=(replace(loop, inside=Inside(), is_recomputed=True, saved=(0,)),)),
+         f"steps of loop {loop.node}"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=rf"save inside other regions: {named}\. Make a new plan"):
+            emit(refused, plan)
+    found = jaxsub.plan(loss, [W] * 12, jnp.ones((256, 4)), budget=0.4, verify=False, cache=False, progress=False)
+    assert not [s for outer in found.segments for s in walk(outer.children) if s.saved]
 
 
 def test_saved_values_are_the_residuals():

@@ -44,14 +44,6 @@ def kept(fun, *args):
     return sum(leaf.shape == (ROWS, DIM) for leaf in leaves) - 1
 
 
-@pytest.fixture
-def remat3():
-    """JAX's new rematerialisation, switched on."""
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", False)
-
-
 def assert_same_gradient(wrapped, *args):
     def total(fun):
         return jax.grad(lambda *a: (fun(*a) ** 2).sum(), argnums=(0, 1))

@@ -37,7 +37,7 @@ from jaxsub.options import TracedRun, choices, trace_run
 from jaxsub.program import Program, aval_bytes
 from jaxsub.stages import FEW_COSTLY
 from jaxsub.targets import Target
-from jaxsub.ways import Inside, Loop, walk
+from jaxsub.ways import Inside, Loop, saving_in_nests
 
 RATIOS = (math.sqrt(2), 2.0, 4.0)
 """Between neighbouring sizes of blocks that are tried, for one, two and three levels of blocks."""
@@ -282,22 +282,8 @@ def _near(size: float, length: int) -> int:
 
 def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
     """Whether names stand in regions inside others, which `jax_remat3` executes again all the same."""
-    if compat.saves_in_nests():
-        return False
-    inside: Inside = step.fields["inside"]
-    is_region = bool(step.fields.get("is_recomputed"))
-    return bool(blocks and step.fields.get("saved")) or ((bool(blocks) or is_region) and _names(inside))
-
-
-def _names(inside: Inside) -> bool:
-    """Whether anything in a body or branch is saved by name."""
-    inner = [i for way in inside.ways for i in ((way.inside,) if isinstance(way, Loop) else way.branches)]
-    loops = (way for way in inside.ways if isinstance(way, Loop))
-    return (
-        any(segment.saved for segment in walk(inside.segments))
-        or any(loop.saved or loop.kept_saved for loop in loops)
-        or any(map(_names, inner))
-    )
+    loop = Loop(0, blocks, **step.fields)
+    return not compat.saves_in_nests() and any(saving_in_nests(Inside(ways=(loop,))))
 
 
 def _tails(body: _Body) -> list[_Step]:

@@ -12,8 +12,9 @@ What comes back is never worse than `optimal`'s plan, and free of its rounding t
 relaxation alone: a second or two, and a certified lower bound for every plan of the same chain.
 
 The bound is one in the chain's memory model: for schedules that run whole stages, whose backward passes come from the
-last to the first, where a stage reads all that crosses its first cut; values that options keep in host memory are
-saved by the first forward pass. It holds up to the solver's tolerance, a millionth.
+last to the first, where a stage reads all that crosses its first cut; what options that may not nest save, in host
+memory or with `jax_remat3` anywhere, is saved by the first forward pass. It holds up to the solver's tolerance, a
+millionth.
 
 Source: Jain et al., *Checkmate* (MLSys 2020).
 """

@@ -14,7 +14,7 @@ without nests do in as many slots is left out. Bytes are rounded to slots (`jaxs
 from the tables is therefore near its slot but not exactly at it: `jaxsub.replay.predict` has the last word.
 
 Regions save values inside nests too, but for the last of a nest, which runs backward at once: it would be executed
-again no less, and compilers hold more beside what it saves than is predicted (a GPU of GPT-2's attention 400 MiB).
+again no less, and compilers hold more beside what it saves than is predicted.
 
 Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains* (2019),
 with options, inside nests too.
