@@ -10,6 +10,7 @@ from test_loops import assert_same, gradient_flops
 from test_results import by_result
 
 import jaxsub
+from jaxsub import compat
 from jaxsub.budget import Budget
 from jaxsub.loops import (
     body_program,
@@ -20,11 +21,12 @@ from jaxsub.loops import (
     find_nested,
     loop_choices,
 )
+from jaxsub.loops.inside import body_plans
 from jaxsub.plan import Plan
 from jaxsub.pricing import Pricer
 from jaxsub.program import trace
 from jaxsub.targets import get_target
-from jaxsub.ways import Conditional, Inside, Loop, Segment
+from jaxsub.ways import Conditional, Inside, Loop, Segment, walk
 
 WS = random.normal(random.key(0), (6, 8, 8)) / 3
 X = random.normal(random.key(1), (16, 8))
@@ -144,6 +146,27 @@ def test_branches_are_offered_for_less_and_less_memory():
     assert all(c.loop.branches[1] == Inside() for c in found)
     kept = [c.kept_bytes for c in found if not c.is_region]
     assert min(kept) < max(kept)
+
+
+def test_a_plan_in_a_region_saves_values():
+    """In a step that is executed again its stages' regions save values, where JAX saves them in nests."""
+
+    def f(ws, x):
+        def step(x, w):
+            for _ in range(5):
+                x = x + jnp.tanh(jnp.tanh(x @ w) @ w.T)
+            return x, None
+
+        return jnp.mean(lax.scan(step, x, ws)[0] ** 2)
+
+    program = trace(f, (WS, jnp.ones((256, 8))), {}, argnums=(0, 1))
+    pricer = Pricer(program, get_target(None), is_compiled=False)
+    body = body_program(program, *find_loops(program))
+    plans = [plan for plan in body_plans(body, pricer._body_chain) if plan.is_region]
+    saving = [plan for plan in plans if any(segment.saved for segment in walk(plan.inside.segments))]
+    assert bool(saving) == compat.saves_in_nests()
+    again = [plan.again_flops for plan in plans]
+    assert min(again) < max(again)
 
 
 def test_a_plan_with_branches_is_stored_shown_and_loaded():

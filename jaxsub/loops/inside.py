@@ -1,9 +1,10 @@
 """Plans inside a loop's body or a branch: from its chain to a few ways to run it, each with what it keeps and needs.
 
 A body is a program like any other: it is cut into stages, and `jaxsub.planners.optimal` plans them. There are two ways
-to use such a plan. Where the step or the branch is a region of its own, the plan nests in it, without names, and what
-it needs is what it is predicted to. Where it is none, its outermost regions keep what they read and save until the
-backward pass, in every step anew; then the last stage is a region too, since its backward pass does not start at once.
+to use such a plan. Where the step or the branch is a region of its own, the plan nests in it, and what it needs is what
+it is predicted to; its regions save values where JAX saves them in nests. Where it is none, its outermost regions keep
+what they read and save until the backward pass, in every step anew; then the last stage is a region too, since its
+backward pass does not start at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxsub.loops.find import find_nested
 from jaxsub.plan import plan_from_runs
 from jaxsub.planners.optimal import solve
 from jaxsub.program import Program
-from jaxsub.replay import extra_flops, kept_bytes, predict
+from jaxsub.replay import extra_flops, kept_bytes, may_nest, predict
 from jaxsub.stages import FEW_COSTLY, find_cuts
 from jaxsub.ways import Inside
 
@@ -76,10 +77,10 @@ def body_plans(body: Program, price: BodyChain) -> tuple[BodyPlan, ...]:
 
 
 def _nested(chain: Chain) -> Iterator[BodyPlan]:
-    items = (Item(i.start, i.stop, tuple(o for o in i.options if not o.saved)) for i in chain.items)
-    nameless = replace(chain, items=tuple(i for i in items if i.options))
-    for n_bytes, flops, runs in solve(nameless).frontier():
-        yield BodyPlan(_inside(nameless, runs), True, 0, n_bytes, flops)
+    items = (Item(i.start, i.stop, tuple(o for o in i.options if may_nest(chain, o))) for i in chain.items)
+    nestable = replace(chain, items=tuple(i for i in items if i.options))
+    for n_bytes, flops, runs in solve(nestable).frontier():
+        yield BodyPlan(_inside(nestable, runs), True, 0, n_bytes, flops)
 
 
 def _kept(chain: Chain) -> Iterator[BodyPlan]:
