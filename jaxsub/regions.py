@@ -3,8 +3,7 @@
 The flat equations are cut into slices; each is evaluated with `jax.core.eval_jaxpr`. A segment becomes one
 `jax.checkpoint` region, nested as its segments are; values it saves are named inside it, every later consumer reads the
 named one, and the region's policy saves those names. Alike segments share one function object, so that JAX traces and
-differentiates it once. Alike means that they would do the same: two callbacks, or two derivative rules, that are the
-same lines of code but close over different things are not alike.
+differentiates it once; `jaxsub.alike` says which are.
 
 **Gradient barriers.** In front of an item a barrier ties the activations that cross there to the weights the item
 uses: `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so
@@ -22,8 +21,6 @@ own, and twice while it is added to.
 
 from __future__ import annotations
 
-import functools
-import types
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +30,9 @@ from typing import Any
 import jax
 
 from jaxsub import compat
+from jaxsub.alike import identity
 from jaxsub.errors import PlannerError
 from jaxsub.fences import barrier, flat_kernels, flattened, shaped
-from jaxsub.flops import bodies_of
 from jaxsub.offload import settled
 from jaxsub.pooling import without_scatter
 from jaxsub.program import Program
@@ -261,7 +258,7 @@ class _Emitter:
         for i in range(segment.start, segment.stop):
             node = self.program.graph.nodes[i]
             places = tuple(v - base if v >= base else ~place[v] for v in node.inputs)
-            wiring.append((self.program.signatures[i], _identity(self.program.eqns[i]), places))
+            wiring.append((self.program.signatures[i], identity(self.program.eqns[i]), places))
         inner = list(walk((segment,)))
         shape = tuple(
             (
@@ -370,49 +367,3 @@ def _checkpointed(
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
     return settled(compat.checkpoint(region, policy=moving))
-
-
-def _identity(eqn: Any) -> tuple[Any, ...]:
-    """What else an equation's signature must agree on for two equations to do the same: functions, inner constants."""
-    found = tuple(_root(p, ()) for key, p in sorted(eqn.params.items()) if _is_function(p) and key != "out_trees")
-    for body in bodies_of(eqn):
-        consts = tuple(map(id, getattr(body, "consts", ())))
-        found += (consts, *(_identity(inner) for inner in body.eqns))
-    return tuple(part for part in found if part)
-
-
-def _is_function(x: Any) -> bool:
-    return not hasattr(x, "eqns") and not isinstance(x, type) and (callable(x) or _is_wrapped(x))
-
-
-def _is_wrapped(x: Any) -> bool:
-    """JAX's own wrapped function: a function, transformations, their parameters."""
-    return hasattr(x, "transforms") and hasattr(x, "f") and hasattr(x, "params")
-
-
-def _root(x: Any, above: tuple[int, ...]) -> Any:
-    """Equal for two functions that do the same: one piece of code, and equal things closed over.
-
-    JAX wraps a rule anew at every use; in its own closures only functions and plain values are looked at.
-    """
-    if id(x) in above:
-        return "itself"
-    above += (id(x),)
-    if isinstance(x, tuple | list):
-        return tuple(_root(part, above) for part in x)
-    if isinstance(x, dict):
-        return tuple((key, _root(part, above)) for key, part in x.items())
-    if isinstance(x, types.MethodType):
-        return _root(x.__func__, above), id(x.__self__)
-    if isinstance(x, functools.partial) or _is_wrapped(x):
-        parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
-        return _root(parts, above)
-    if isinstance(x, types.FunctionType):
-        held = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
-        is_jax = x.__module__.partition(".")[0] == "jax"
-        return x.__code__, *(_root(part, above) for part in held if not is_jax or _is_function(part) or _is_plain(part))
-    return (type(x), x) if _is_plain(x) or isinstance(x, jax.tree_util.PyTreeDef) else id(x)
-
-
-def _is_plain(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | complex | str | bytes)

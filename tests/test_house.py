@@ -43,6 +43,7 @@ JAX_WING = (
     "probes",
     "asking",
     "tangents",
+    "alike",
     "regions",
     "loops",
     "waycosts",
