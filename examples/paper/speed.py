@@ -35,7 +35,7 @@ from records import Cell, Measured, figure, over_budget  # noqa: E402
 DEPTHS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
 RESNET = dict(batch=16, size=64, width=16, classes=10)
 LSTM = dict(layers=4, batch=32, n_in=50, width=256, classes=500)
-STEPS, QUICK_STEPS = (16, 32, 64), 4
+STEPS, QUICK_STEPS = (8, 16, 32), 4
 QUICK_LSTM = dict(layers=1, batch=16, n_in=10, width=64, classes=50)
 TURNS, QUICK_TURNS = 20, 5
 COLORS = {"plain": "#8a8a8a", "half": "#56b4e9", "root": "#0072b2"}
