@@ -4,11 +4,12 @@ The planner is asked for a plan within an inner budget, the plan is compiled, an
 inner budget: up by what was left over, down by what was too much, and between the two once both have been seen. A plan
 that fits and leaves little is taken, unless a cheaper one is expected to fit as well, or a much cheaper one to need
 only a little more: it is tried too. Of several that fit it is the one that executes least again. When none fits, the
-planner's least plans are tried, of every way to cut that may hold the least, and what the smallest of them needs is
-what `InfeasibleBudgetError` says. A budget that buys so little that half a forward pass and more is executed again
-looks at the other ways to cut too, their least plans among them: a smaller budget must not find what it has not seen.
-For the same reason every budget looks first at what budgets too small for its way to cut would find on others. Where a
-GPU would make zeros behind gradient barriers ahead, plans without any barrier are searched too, before any refusal.
+planner's least plans are tried, of every way to cut that may hold the least, then plans between what the smallest of
+them is predicted to need and what it does; the least of all these is what `InfeasibleBudgetError` says. A budget that
+buys so little that half a forward pass and more is executed again looks at the other ways to cut too, their least plans
+among them: a smaller budget must not find what it has not seen. For the same reason every budget looks first at what
+budgets too small for its way to cut would find on others. Where a GPU would make zeros behind gradient barriers ahead,
+plans without any barrier are searched too, before any refusal.
 
 Whole programs are compiled at most `MOST_COMPILES` times, the plain one included; those of more than `LONG_EQUATIONS`,
 which take minutes, only until a plan fits. A clock does not decide: every host of a cluster must come to the same plan.
@@ -59,6 +60,10 @@ NAMED_HOLDERS = 4
 LEASTS = 2
 """How many least plans are compiled: of ways to cut that may hold the least; of one way the plan that needs nearly the
 least too, which may execute far less again, and be packed better."""
+
+BETWEEN, APART = 2, 0.01
+"""How many plans are tried before a refusal, of those between what the least is predicted to need and what it does,
+where these are this share apart: packing may add a tenth to the one and nothing to the next."""
 
 
 def fit(
@@ -234,14 +239,34 @@ class _Search:
 
     def least(self, choices: Sequence[Sequence[int]]) -> None:
         """Try the planner's least plans, found anew so that they are the same whatever was tried before."""
-        tried = [(cuts, slack) for slack in (NEARLY, 0.0) for cuts in choices][:LEASTS]
+        where, tried = choices[0], [(cuts, slack) for slack in (NEARLY, 0.0) for cuts in choices][:LEASTS]
         for cuts, slack in tried:
             if self.best is not None:
                 return  # nothing is refused: the compile that is left serves to find what is cheaper
             plan = settle(self.verifier.pricer.anew(), cuts, self.planner, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
+                self.least_seen, where = plan, cuts
+        is_quick = getattr(self.planner, "is_quick", True) and len(self.verifier.program.eqns) <= LONG_EQUATIONS
+        if is_quick and self.verifier.remembers:  # else who asks for what is named may find no compile left for it
+            self._between_leasts(where)
+
+    def _between_leasts(self, cuts: Sequence[int]) -> None:
+        """Look for what needs less than the least plan does, from what that is predicted to need upwards."""
+        low = predicted_bytes(self.least_seen) if self.least_seen else 0
+        for _ in range(BETWEEN):
+            least = self.least_seen
+            if self.best is not None or least is None or _needed(least) - low <= APART * _needed(least):
+                return
+            asked = (low + _needed(least)) // 2
+            plan = settle(self.verifier.pricer.anew(), cuts, self.planner, asked, NEARLY)
+            if not self._may_try(plan, MOST_COMPILES):
+                return
+            plan = plan.replace(measurement=self.try_(plan))
+            if _needed(plan) < _needed(least):
                 self.least_seen = plan
+            else:
+                low = asked
 
 
 def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:

@@ -99,6 +99,11 @@ class Verifier:
         """The program."""
         return self.pricer.program
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what is compiled here need not be compiled again by whoever asks later."""
+        return self.pricer.store is not None and self.pricer.store.directory is not None
+
     def plain(self) -> Plan:
         """The plan of doing nothing, measured."""
         empty = _empty(self.program)

@@ -24,6 +24,8 @@ class Table:
     It stands for the verifier too, which counts the plain program's compile.
     """
 
+    remembers = True
+
     def __init__(self, *rows, n_equations=99):
         self.rows, self.known, self.compiles, self.said = rows, {}, 1, []
         self.program = SimpleNamespace(eqns=range(n_equations))
@@ -158,6 +160,16 @@ def test_the_last_bytes_are_not_bought_dearly(monkeypatch):
     assert fitted(monkeypatch, 0.3, nearly)[:2] == (0.96, None)
     assert fitted(monkeypatch, 0.96, nearly)[:2] == (0.96, 2.3)
     assert fitted(monkeypatch, 0.3, ((0.8, 0.95, 3.1), nearly[1]))[:2] == (0.95, None)
+
+
+def test_what_needs_less_than_the_least_that_was_predicted_is_named(monkeypatch):
+    """Packing may add much to the least and nothing to a larger plan: what needs less is looked for between them."""
+    between = (0.8, 0.97, 3.1), (0.86, 0.99, 1.5), (0.9, 0.9, 0.6)
+    assert fitted(monkeypatch, 0.3, between) == (0.9, None, 4)
+    assert fitted(monkeypatch, 0.9, between)[:2] == (0.9, 0.6)
+    assert fitted(monkeypatch, 0.3, (between[0], (0.85, 0.88, 0.7), (0.87, 0.87, 0.6)))[:2] == (0.87, None)
+    assert fitted(monkeypatch, 0.3, ((0.8, 0.807, 3.1), (0.803, 0.803, 0.6))) == (0.807, None, 2)  # hardly apart
+    assert fitted(monkeypatch, 0.3, between, is_quick=False) == (0.97, None, 2)  # a planner that takes long
 
 
 def test_more_budget_does_not_mean_more_executed_again(monkeypatch):
