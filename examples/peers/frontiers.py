@@ -67,8 +67,8 @@ EXPLAINED = {
     "the traced gradient are those of the plain one. A percent of FLOPs between these plans, and between them and "
     "convolutions saved, is elementwise arithmetic that XLA's fusions do in more than one place, most of all in the "
     "plain gradient.",
-    "h100/resnet-1001": "Recursive halving is not compiled: its gradient executes 2.759 of plain's FLOPs, as traced, and "
-    "the compile had not ended after three quarters of an hour.",
+    "h100/resnet-1001": "Recursive halving is not compiled: its gradient executes 2.759 of plain's FLOPs, as traced, "
+    "and the compile had not ended after three quarters of an hour.",
 }
 """Why a peer seems ahead of some plan of ours."""
 
