@@ -61,7 +61,7 @@ LEASTS = 2
 """How many least plans are compiled: of ways to cut that may hold the least; of one way the plan that needs nearly the
 least too, which may execute far less again, and be packed better."""
 
-BETWEEN, APART = 2, 0.01
+BETWEEN, APART = 3, 0.01
 """How many plans are tried before a refusal, of those between what the least is predicted to need and what it does,
 where these are this share apart: packing may add a tenth to the one and nothing to the next."""
 
@@ -265,8 +265,8 @@ class _Search:
             plan = plan.replace(measurement=self.try_(plan))
             if _needed(plan) < _needed(least):
                 self.least_seen = plan
-            else:
-                low = asked
+            if _needed(plan) > (1 - APART) * _needed(least):
+                low = asked  # a few bytes less are found by chance: what is much smaller needs more by prediction
 
 
 def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:

@@ -169,6 +169,8 @@ def test_what_needs_less_than_the_least_that_was_predicted_is_named(monkeypatch)
     assert fitted(monkeypatch, 0.9, between)[:2] == (0.9, 0.6)
     assert fitted(monkeypatch, 0.3, (between[0], (0.85, 0.88, 0.7), (0.87, 0.87, 0.6)))[:2] == (0.87, None)
     assert fitted(monkeypatch, 0.3, ((0.8, 0.807, 3.1), (0.803, 0.803, 0.6))) == (0.807, None, 2)  # hardly apart
+    level = (0.6, 0.97, 3.1), (0.785, 0.9699, 1.5), (0.87, 0.87, 0.6)  # a few bytes less are no reason to stay below
+    assert fitted(monkeypatch, 0.3, level)[:2] == (0.87, None)
     assert fitted(monkeypatch, 0.3, between, is_quick=False) == (0.97, None, 2)  # a planner that takes long
     monkeypatch.setattr(Table, "remembers", False)  # who asks for what is named might find no compile left for it
     assert fitted(monkeypatch, 0.3, between) == (0.97, None, 2)
