@@ -266,7 +266,7 @@ class _Search:
             if _needed(plan) < _needed(least):
                 self.least_seen = plan
             if _needed(plan) > (1 - APART) * _needed(least):
-                low = asked  # a few bytes less are found by chance: what is much smaller needs more by prediction
+                low = asked  # what needs much less, if anything does, is predicted to need more
 
 
 def _between(low: Any, high: Any, inner: float, needed: float, aim: float, worst: float) -> float | None:

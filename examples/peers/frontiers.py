@@ -68,9 +68,9 @@ EXPLAINED = {
     "convolutions saved, is elementwise arithmetic that XLA's fusions do in more than one place, most of all in the "
     "plain gradient.",
     "h100/resnet-1001": "Recursive halving is not compiled: its gradient executes 2.759 of plain's FLOPs, as traced, "
-    "and the compile had not ended after three quarters of an hour.",
+    "and its compile was given up after an hour beside others.",
 }
-"""Why a peer seems ahead of some plan of ours."""
+"""Why a peer seems ahead of some plan of ours, or is not measured."""
 
 Point = tuple[float, float]
 
