@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 import jaxsub
-from jaxsub.flops import jaxpr_flops
-from jaxsub.targets import Target, get_target
+from jaxsub.devices.targets import Target, get_target
+from jaxsub.jaxpr.flops import jaxpr_flops
 
 Count = Callable[[Callable, tuple[Any, ...]], float | None]
 ONE_FORWARD_PASS = 4 / 3

@@ -4,11 +4,12 @@ import importlib
 from types import ModuleType
 
 from jaxsub import planners, policies
-from jaxsub.api import Sublinear, measure, plan, sublinear
-from jaxsub.batches import max_batch
-from jaxsub.budget import Budget
-from jaxsub.compat import quiet_cuda_plugin
-from jaxsub.errors import (
+from jaxsub.api.explain import explain, residuals
+from jaxsub.api.frontier import frontier
+from jaxsub.api.sublinear import Sublinear, measure, plan, sublinear
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Segment
+from jaxsub.core.errors import (
     BudgetError,
     InfeasibleBudgetError,
     JaxsubError,
@@ -17,11 +18,11 @@ from jaxsub.errors import (
     UnsupportedError,
     VerificationError,
 )
-from jaxsub.explain import explain, residuals
-from jaxsub.frontier import frontier
-from jaxsub.plan import Measurement, Plan
-from jaxsub.step import jit
-from jaxsub.ways import Segment
+from jaxsub.core.plan import Measurement, Plan
+from jaxsub.devices import targets
+from jaxsub.jaxpr.compat import quiet_cuda_plugin
+from jaxsub.step.jit import jit
+from jaxsub.step.max_batch import max_batch
 
 __all__ = [
     "Budget",
@@ -46,6 +47,7 @@ __all__ = [
     "policies",
     "residuals",
     "sublinear",
+    "targets",
 ]
 
 quiet_cuda_plugin()  # the extra `targets` brings a plugin that would print a traceback where there is no GPU

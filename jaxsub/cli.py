@@ -19,13 +19,13 @@ from typing import Any
 import click
 import jax
 
-from jaxsub.api import plan as make_plan
-from jaxsub.budget import format_bytes
-from jaxsub.errors import BudgetError, JaxsubError, PlannerError
-from jaxsub.explain import explain as make_explanation
-from jaxsub.frontier import frontier as make_frontier
+from jaxsub.api.explain import explain as make_explanation
+from jaxsub.api.frontier import frontier as make_frontier
+from jaxsub.api.sublinear import plan as make_plan
+from jaxsub.core.budget import format_bytes
+from jaxsub.core.errors import BudgetError, JaxsubError, PlannerError
+from jaxsub.devices.targets import NAMES, Target, get_target
 from jaxsub.planners import names as planner_names
-from jaxsub.targets import NAMES, Target, get_target
 
 EXAMPLES = """
 \b

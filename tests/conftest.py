@@ -12,7 +12,7 @@ pytest.register_assert_rewrite("counterparts", "six_layers")  # what they assert
 jax.config.update("jax_platforms", "cpu")
 
 # Most of what tests compile runs once, in microseconds. Buffers are assigned before machine code is made, so what a
-# program allocates is the same (tests/test_compiled.py compares it with optimised code).
+# program allocates is the same (tests/devices/test_compile.py compares it with optimised code).
 jax.config.update("jax_disable_most_optimizations", True)
 
 

@@ -14,9 +14,9 @@ from jax import lax
 from jaxprs import equations
 
 import jaxsub
-from jaxsub import compat
-from jaxsub.plan import Budget, Plan, Segment
-from jaxsub.program import trace
+from jaxsub.core.plan import Budget, Plan, Segment
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import trace
 
 policies = jax.checkpoint_policies
 make = functools.partial(jaxsub.sublinear, cache=False, progress=False)

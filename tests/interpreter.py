@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxsub import compat
-from jaxsub.flops import bodies_of
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", *compat.REGIONS)
 

@@ -1,7 +1,7 @@
 """An abstract machine that executes runs on a chain, step by step, and refuses a step that lacks what it needs.
 
-It knows nothing of `jaxsub.replay.predict`: it holds named buffers, adds and drops them as the program would, and
-counts. A forward step reads the values that cross into its stage; a backward step reads them too, and what the
+It knows nothing of `jaxsub.core.simulate.predict`: it holds named buffers, adds and drops them as the program would,
+and counts. A forward step reads the values that cross into its stage; a backward step reads them too, and what the
 stage kept or recomputes; backward steps come once each, from the last stage to the first.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxsub.chain import Chain, Crossing, Item, Option, Run, Stage
-from jaxsub.replay import may_nest
+from jaxsub.core.chain import Chain, Crossing, Item, Option, Run, Stage
+from jaxsub.core.simulate import may_nest
 
 
 class MachineError(AssertionError):

@@ -22,16 +22,16 @@ from jax.extend.core import jaxpr_as_fun
 from random_steps import N, loss_of, random_steps
 
 import jaxsub
-from jaxsub.budget import Budget
-from jaxsub.emit import emit, keep_out
-from jaxsub.plan import Plan
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Segment
+from jaxsub.core.disk_cache import code_digest
+from jaxsub.core.plan import Plan
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.emit import emit, keep_out
+from jaxsub.jaxpr.trace import trace
 from jaxsub.planners import get
-from jaxsub.pricing import Pricer
-from jaxsub.program import trace
-from jaxsub.store import code_digest
-from jaxsub.targets import get_target
-from jaxsub.verify import cut_choices
-from jaxsub.ways import Segment
+from jaxsub.search.verify import cut_choices
 
 TOLERANCE = 1e-9
 """Of the largest entry, in double precision: a plan changes no more than the order in which gradients are summed."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax, random
 from zoo import smooth_abs
 
-from jaxsub import compat
+from jaxsub.jaxpr import compat
 
 N = 4
 KEY = random.key(0)

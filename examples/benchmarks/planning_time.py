@@ -39,14 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 import models
 
 import jaxsub
-from jaxsub.budget import Budget
-from jaxsub.emit import emit
+from jaxsub.core.budget import Budget
+from jaxsub.core.simulate import predict
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.emit import emit
+from jaxsub.jaxpr.trace import trace
 from jaxsub.planners import get
-from jaxsub.pricing import Pricer
-from jaxsub.program import trace
-from jaxsub.replay import predict
-from jaxsub.targets import get_target
-from jaxsub.verify import cut_choices, finish, gradient
+from jaxsub.search.verify import cut_choices, finish, gradient
 
 GPT = partial(models.gpt, batch=1, length=16, width=32, heads=4, vocab=64)
 RESNET = partial(models.resnet, batch=2, size=8, width=4, classes=10)

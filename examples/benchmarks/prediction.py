@@ -28,19 +28,19 @@ from typing import Any
 
 import jax
 
-from jaxsub.compiled import compile_for
-from jaxsub.crosscompile_child import compile_lowered, devices_of
-from jaxsub.emit import emit
-from jaxsub.offers import settle
-from jaxsub.plan import Plan
+from jaxsub.api.xla_timeline import read_timeline
+from jaxsub.core.disk_cache import Store, code_digest, key_of
+from jaxsub.core.plan import Plan
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.aot_worker import compile_lowered, devices_of
+from jaxsub.devices.compile import compile_for
+from jaxsub.devices.targets import Target, get_target
+from jaxsub.emission.emit import emit
+from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.planners import get
-from jaxsub.planning import cuts_of
-from jaxsub.pricing import Pricer
-from jaxsub.program import Program, trace
-from jaxsub.schedule import read_timeline
-from jaxsub.store import Store, code_digest, key_of
-from jaxsub.targets import Target, get_target
-from jaxsub.verify import gradient
+from jaxsub.search.candidates import settle
+from jaxsub.search.pipeline import cuts_of
+from jaxsub.search.verify import gradient
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]

@@ -25,8 +25,8 @@ import jax
 import matplotlib.pyplot as plt
 
 import jaxsub
-from jaxsub.memory import LEAST_NEEDS, allocate, gradient_graph
-from jaxsub.program import trace
+from jaxsub.allocator import LEAST_NEEDS, allocate, gradient_graph
+from jaxsub.jaxpr.trace import trace
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]

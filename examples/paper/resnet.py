@@ -30,8 +30,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxsub
-from jaxsub.memory import LEAST_NEEDS, STRATEGIES, allocate, gradient_graph
-from jaxsub.program import trace
+from jaxsub.allocator import LEAST_NEEDS, STRATEGIES, allocate, gradient_graph
+from jaxsub.jaxpr.trace import trace
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]

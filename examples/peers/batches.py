@@ -27,9 +27,9 @@ import jax
 import matplotlib.pyplot as plt
 
 import jaxsub
-from jaxsub.batches import largest
-from jaxsub.plan import Measurement
-from jaxsub.program import trace
+from jaxsub.core.plan import Measurement
+from jaxsub.jaxpr.trace import trace
+from jaxsub.step.max_batch import largest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]

@@ -22,10 +22,10 @@ from jax.experimental import topologies
 from measuring import traced_flops
 
 import jaxsub
-from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Option, Run
-from jaxsub.plan import plan_from_runs
-from jaxsub.targets import Target, get_target
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Option, Run
+from jaxsub.core.plan import plan_from_runs
+from jaxsub.devices.targets import Target, get_target
 
 KNAPSACK_SLOTS = 400
 NO_TILES = "output tile sizes"

@@ -4,6 +4,6 @@ Needs the package `flax`; `import jaxsub` alone does not.
 """
 
 from jaxsub.flax import linen, nnx
-from jaxsub.flax.swapping import Match, Swap, policies
+from jaxsub.flax.overrides import Match, Swap, policies
 
 __all__ = ["Match", "Swap", "linen", "nnx", "policies"]

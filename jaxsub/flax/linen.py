@@ -16,8 +16,9 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
-from jaxsub import api, policies
-from jaxsub.errors import UnsupportedError
+from jaxsub import policies
+from jaxsub.api import sublinear as api
+from jaxsub.core.errors import UnsupportedError
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 

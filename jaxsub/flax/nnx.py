@@ -16,8 +16,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxsub import api, policies, step
-from jaxsub.errors import UnsupportedError
+from jaxsub import policies
+from jaxsub.api import sublinear as api
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.step import jit as step
 
 CONTEXT = "jaxsub"
 
@@ -229,7 +231,7 @@ class Jitted:
             return self._step.lower(*pure_args, **pure_kwargs)
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
-        """What the step takes and what was done, as `jaxsub.step.Step.report` says it; nothing is run.
+        """What the step takes and what was done, as `jaxsub.step.jit.Step.report` says it; nothing is run.
 
         Modules and optimizers may be those of `nnx.eval_shape`, which hold shapes in the place of arrays.
         """

@@ -3,7 +3,7 @@
 A planner of your own is any object that can be called so, in five lines:
 
     >>> import jaxsub
-    >>> from jaxsub.chain import Run
+    >>> from jaxsub.core.chain import Run
     >>> from jaxsub.plan import plan_from_runs
     >>> class EveryOther:
     ...     def __call__(self, chain, budget_bytes):
@@ -22,8 +22,8 @@ Pass it as `planner=`, or give it a name with `jaxsub.planners.register("every_o
     >>> plan.planner, plan.n_regions
     ('every_other', 3)
 
-What a chain holds and what runs are: `jaxsub.chain`. A budget that none of its plans is predicted to fit is refused
-with `jaxsub.InfeasibleBudgetError`.
+What a chain holds and what runs are: `jaxsub.core.chain`. A budget that none of its plans is predicted to fit is
+refused with `jaxsub.InfeasibleBudgetError`.
 
 On one chain no planner of the table is predicted to execute more again in a larger budget: `milp` as far as its solver
 gets in its time, `optimal` and `auto` from 64 stages on to a thousandth of a forward pass. A function that may be cut
@@ -38,15 +38,15 @@ import difflib
 import re
 from typing import Protocol
 
-from jaxsub.chain import Chain
-from jaxsub.errors import PlannerError
-from jaxsub.plan import Plan
+from jaxsub.core.chain import Chain
+from jaxsub.core.errors import PlannerError
+from jaxsub.core.plan import Plan
 from jaxsub.planners.auto import Auto
+from jaxsub.planners.baselines import Barriers, Plain
 from jaxsub.planners.cheap import Cheap
 from jaxsub.planners.chen import Chen
 from jaxsub.planners.milp import Milp
 from jaxsub.planners.optimal import Optimal
-from jaxsub.planners.plain import Barriers, Plain
 from jaxsub.planners.recursive import Recursive
 from jaxsub.planners.revolve import Revolve
 

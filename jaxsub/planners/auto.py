@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsub.chain import Chain
-from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.plan import Plan
+from jaxsub.core.chain import Chain
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.plan import Plan
 from jaxsub.planners.cheap import Cheap
 from jaxsub.planners.chen import Chen
-from jaxsub.planners.held import Answer, solved
+from jaxsub.planners.memo import Answer, solved
 from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.recursive import Recursive
 from jaxsub.planners.revolve import Revolve
@@ -26,7 +26,7 @@ class Auto:
     """Plan with every planner that applies and keep the best.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(9))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(8)))
         >>> plan = Auto()(chain, 5)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Option, Run
-from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners.held import Answer
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.chain import Chain, Option, Run
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.planners.memo import Answer
 
 
 def cheap_runs(chain: Chain) -> tuple[Run, ...]:
@@ -28,7 +28,7 @@ def cheap_runs(chain: Chain) -> tuple[Run, ...]:
         chain: The chain; of its items only those of a single stage count.
 
     Example:
-        >>> from jaxsub.chain import Item, Stage
+        >>> from jaxsub.core.chain import Item, Stage
         >>> options = (Option((), 0, 4, 9.0), Option((0,), 1, 4, 0.5), Option((0, 1), 2, 4, 0.5))
         >>> chain = Chain((Stage(0, 2), Stage(2, 4)), (Item(0, 1, options), Item(1, 2, options)), ())
         >>> [run.option and run.option.saved for run in cheap_runs(chain)]

@@ -7,8 +7,8 @@ chain of n equal stages the least peak grows as sqrt(n), at no more than one ext
 
 `greedy_mirror_counts` is Algorithm 3 on nodes, word for word. `greedy_plan` is the same on a chain, whose stages are
 the nodes and whose cuts are the candidate splitting points. `Chen` searches over B; its exact costs are those of
-`jaxsub.replay.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last is not
-wrapped, so its backward pass starts at once.
+`jaxsub.core.simulate.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last
+is not wrapped, so its backward pass starts at once.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.3, Algorithm 3 and
 Appendix A. Ours in addition: with a budget in bytes, B is also tried over its full range, as densely, up to the plan
@@ -22,13 +22,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxsub.budget import Budget, format_bytes
-from jaxsub.chain import Chain, Prediction, Run
-from jaxsub.errors import InfeasibleBudgetError
-from jaxsub.graph import Graph
-from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners.fit import Candidates
-from jaxsub.planners.held import Answer
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.graph import Graph
+from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.planners.memo import Answer
+from jaxsub.planners.select import Candidates
 
 
 def greedy_mirror_counts(
@@ -46,7 +46,7 @@ def greedy_mirror_counts(
         segments; y, the approximate bytes of the largest segment that ends at a candidate.
 
     Example:
-        >>> from jaxsub.graph import graph_of
+        >>> from jaxsub.core.graph import graph_of
         >>> graph = graph_of([("tanh", [v], [10]) for v in range(5)], 1, [5])
         >>> greedy_mirror_counts(graph, range(5), 15)
         ((1, 0, 1, 0, 1), 20, 20)
@@ -82,7 +82,7 @@ def greedy_plan(chain: Chain, budget_bytes: float) -> tuple[tuple[Run, ...], int
         segments; y, the approximate bytes of the largest segment but the last.
 
     Example:
-        >>> from jaxsub.chain import Stage
+        >>> from jaxsub.core.chain import Stage
         >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=10) for s in range(4)), (), ())
         >>> runs, x, y = greedy_plan(chain, 15)
         >>> [(run.start, run.stop) for run in runs], y
@@ -120,7 +120,7 @@ class Chen:
         ValueError: If `n_grid` is below 2.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_transient_bytes=1, made_bytes=1) for s in range(64))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 1) for s in range(63)))
         >>> plan = Chen()(chain)

@@ -1,12 +1,12 @@
 """`milp`: the least recomputation that fits, by integer programming, and how little any schedule could do with.
 
-Checkmate's program over the chain (`jaxsub.planners.checkmate`), solved by HiGHS through `scipy.optimize.milp`, has for
-solutions all schedules that run the forward pass once and execute any stages again before each backward step. Not all
-of them are regions in each other, so not all can be emitted. The planner therefore asks two questions:
+Checkmate's program over the chain (`jaxsub.planners.milp_model`), solved by HiGHS through `scipy.optimize.milp`, has
+for solutions all schedules that run the forward pass once and execute any stages again before each backward step. Not
+all of them are regions in each other, so not all can be emitted. The planner therefore asks two questions:
 
 1. Is there any schedule that executes less again than the plan of `optimal`? If there is none, that plan is optimal;
    else what the solver proves of them is the plan's lower bound, never less than the linear relaxation's.
-2. Is there a plan that executes less again (`jaxsub.planners.nested`)? If so it is taken.
+2. Is there a plan that executes less again (`jaxsub.planners.milp_nested`)? If so it is taken.
 
 What comes back is never worse than `optimal`'s plan, and free of its rounding to slots. `least_flops` is the linear
 relaxation alone: a second or two, and a certified lower bound for every plan of the same chain.
@@ -25,14 +25,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxsub.chain import Chain, Prediction, Run
-from jaxsub.errors import PlannerError
-from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners.checkmate import Schedules
-from jaxsub.planners.nested import Regions, runs_of
+from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.errors import PlannerError
+from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.core.simulate import predict
+from jaxsub.planners.dp_tables import depth
+from jaxsub.planners.milp_model import Schedules
+from jaxsub.planners.milp_nested import Regions, runs_of
 from jaxsub.planners.optimal import Optimal
-from jaxsub.planners.tables import depth
-from jaxsub.replay import predict
 
 MAX_STAGES = 60
 """Programs grow with the square of the number of stages, and the time to solve them faster."""
@@ -53,11 +53,11 @@ def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS)
         seconds: How long the solver may take.
 
     Returns:
-        FLOPs, elementwise work weighed down as in `jaxsub.chain.Prediction.extra_flops`; infinite where no schedule
-        fits; `None` where the chain has more stages or the solver took too long.
+        FLOPs, elementwise work weighed down as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no
+        schedule fits; `None` where the chain has more stages or the solver took too long.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
         >>> [round(least_flops(chain, n_bytes), 2) for n_bytes in (5, 9, 13)]
@@ -81,7 +81,7 @@ class Bounded:
         is_quick: Whether it works out all budgets of a chain at once: then plans of smaller budgets are looked at too.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
         >>> planner = Bounded(Optimal())
         >>> plan = planner(Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2))), 9)
@@ -131,7 +131,7 @@ class Milp:
         ValueError: If `seconds` is not positive.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(9))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(8)))
         >>> plan = Milp()(chain, 5)

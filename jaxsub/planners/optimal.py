@@ -1,9 +1,9 @@
 """`optimal`: the least recomputation that fits, by dynamic programming over a chain.
 
-A `Chain` and a budget in bytes go in, a `Plan` comes out. The tables of `jaxsub.planners.tables` hold the least
+A `Chain` and a budget in bytes go in, a `Plan` comes out. The tables of `jaxsub.planners.dp_tables` hold the least
 extra FLOPs for every amount of memory up to a most; one filling answers for all budgets below. They count memory in
-slots, so what is read from them is replayed in exact bytes by `jaxsub.replay.predict`, from a little over the budget
-downwards until it fits. A budget far below the tables' most is solved anew on its own scale, since slots as
+slots, so what is read from them is replayed in exact bytes by `jaxsub.core.simulate.predict`, from a little over the
+budget downwards until it fits. A budget far below the tables' most is solved anew on its own scale, since slots as
 coarse as the plain program needs would not resolve it. Scales stand on fixed rungs, whatever the budget, so that a
 larger budget never gets a slower plan.
 
@@ -22,15 +22,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from jaxsub.budget import Budget
-from jaxsub.chain import Chain, Prediction, Run
-from jaxsub.plan import Plan, plan_from_runs
-from jaxsub.planners.fit import FEWER, infeasible
-from jaxsub.planners.held import Answer
-from jaxsub.planners.pieces import in_pieces
-from jaxsub.planners.places import MOST_STAGES, Search, most_hosted
-from jaxsub.planners.tables import Tables, depth, tables_of
-from jaxsub.replay import extra_flops, predict
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.core.simulate import extra_flops, predict
+from jaxsub.planners.dp_tables import Tables, depth, tables_of
+from jaxsub.planners.memo import Answer
+from jaxsub.planners.output_reuse_search import MOST_STAGES, Search, most_hosted
+from jaxsub.planners.select import FEWER, infeasible
+from jaxsub.planners.split_regions import in_pieces
 
 HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
 RUNG = 0.8  # each scale's most over the one before: budgets get between this share of the slots and all of them
@@ -128,7 +128,7 @@ class Solution:
             points: About how many plans to replay from each filling of the tables.
 
         Example:
-            >>> from jaxsub.chain import Chain, Crossing, Stage
+            >>> from jaxsub.core.chain import Chain, Crossing, Stage
             >>> stages = tuple(
             ...     Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3)
             ... )
@@ -301,7 +301,7 @@ def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_dept
         max_depth: How deep regions may stand in each other.
 
     Example:
-        >>> from jaxsub.chain import Chain, Crossing, Stage
+        >>> from jaxsub.core.chain import Chain, Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
         >>> solve(chain).least()[0].stop

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxsub.chain import Chain, Run
-from jaxsub.plan import Plan
-from jaxsub.planners.fit import Candidates
-from jaxsub.planners.held import Answer
+from jaxsub.core.chain import Chain, Run
+from jaxsub.core.plan import Plan
+from jaxsub.planners.memo import Answer
+from jaxsub.planners.select import Candidates
 
 GROWTH = 1.25  # from one k to try to the next, once they are large
 
@@ -34,7 +34,7 @@ def recursive_runs(chain: Chain, k: int) -> tuple[Run, ...]:
         k: How many results to store; at least 1.
 
     Example:
-        >>> from jaxsub.chain import Stage
+        >>> from jaxsub.core.chain import Stage
         >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=1) for s in range(8)), (), ())
         >>> [(run.start, run.stop) for run in recursive_runs(chain, 1)]
         [(0, 4), (4, 6), (6, 7), (7, 8)]
@@ -88,7 +88,7 @@ class Recursive:
         ValueError: If `k` is below 1.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, made_bytes=1) for s in range(64))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(63)))
         >>> [Recursive(k)(chain).prediction.temp_bytes for k in (1, 2, 3)]

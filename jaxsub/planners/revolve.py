@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxsub.chain import Chain, Run
-from jaxsub.plan import Plan
-from jaxsub.planners.fit import Candidates
-from jaxsub.planners.held import Answer
+from jaxsub.core.chain import Chain, Run
+from jaxsub.core.plan import Plan
+from jaxsub.planners.memo import Answer
+from jaxsub.planners.select import Candidates
 
 GROWTH = 1.1  # from one number of slots to try to the next, once they are large
 
@@ -48,7 +48,7 @@ def revolve_runs(chain: Chain, slots: int) -> tuple[Run, ...]:
         slots: How many states may be stored beside the chain's input; at least 1.
 
     Example:
-        >>> from jaxsub.chain import Stage
+        >>> from jaxsub.core.chain import Stage
         >>> chain = Chain(tuple(Stage(s, s + 1) for s in range(10)), (), ())
         >>> [(run.start, run.stop) for run in revolve_runs(chain, 3)]
         [(0, 4), (4, 7), (7, 9), (9, 10)]
@@ -82,7 +82,7 @@ class Revolve:
         ValueError: If either is below 1.
 
     Example:
-        >>> from jaxsub.chain import Crossing, Stage
+        >>> from jaxsub.core.chain import Crossing, Stage
         >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=1) for s in range(64))
         >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(63)))
         >>> plan = Revolve(4)(chain)

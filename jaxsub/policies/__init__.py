@@ -11,7 +11,8 @@ is handed to it and would save some of those raises at the call; the three funct
 means, those of others too.
 
 Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for keeping only costly
-results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_within` is that of `jaxsub.options`.
+results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_within` is that of
+`jaxsub.partition.min_cut`.
 """
 
 from __future__ import annotations

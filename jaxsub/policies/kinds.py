@@ -1,10 +1,10 @@
 """What policies there are: one class each, with the regions it makes of a traced function.
 
-A function goes in as a `Program`, a `Plan` comes out, for `jaxsub.emit`. Where a policy can also answer JAX's own
-question, whether the result of one equation may be saved, it does so when called.
+A function goes in as a `Program`, a `Plan` comes out, for `jaxsub.emission.emit`. Where a policy can also answer JAX's
+own question, whether the result of one equation may be saved, it does so when called.
 
 Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for `SaveCostly`, §4.3
-for `Sqrt`, §4.4 for `Recursive`. The minimum cut behind `SaveWithin` is that of `jaxsub.options`.
+for `Sqrt`, §4.4 for `Recursive`. The minimum cut behind `SaveWithin` is that of `jaxsub.partition.min_cut`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from jaxsub.budget import Budget, format_bytes
-from jaxsub.errors import PolicyError, UnsupportedError
-from jaxsub.flops import COSTLY, bodies_of
-from jaxsub.options import Choice, choices, trace_run
-from jaxsub.plan import Plan
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.decisions import Segment
+from jaxsub.core.errors import PolicyError, UnsupportedError
+from jaxsub.core.plan import Plan
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.jaxpr.flops import COSTLY, bodies_of
+from jaxsub.jaxpr.trace import Program
+from jaxsub.partition.cuts import find_cuts
+from jaxsub.partition.min_cut import Choice, choices, trace_run
 from jaxsub.planners import Planner
 from jaxsub.planners import get as get_planner
-from jaxsub.pricing import Pricer
-from jaxsub.program import Program
-from jaxsub.stages import find_cuts
-from jaxsub.targets import get_target
-from jaxsub.ways import Segment
 
 
 class Policy:
@@ -85,8 +85,8 @@ class SaveAll(Policy):
 class SaveCostly(Policy):
     """Save the results of costly operations and recompute the cheap ones: the paper's "drop the results of low cost".
 
-    What is costly says the cost model, `jaxsub.flops.COSTLY`: matrix products, convolutions, sorts, decompositions and
-    loops over such; element-wise maps, reductions and normalisations are cheap.
+    What is costly says the cost model, `jaxsub.jaxpr.flops.COSTLY`: matrix products, convolutions, sorts,
+    decompositions and loops over such; element-wise maps, reductions and normalisations are cheap.
 
     Attributes:
         costly: Names of primitives to count as costly too, such as `"exp"`.

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxsub.budget import Budget
-from jaxsub.errors import PolicyError
+from jaxsub.core.budget import Budget
+from jaxsub.core.errors import PolicyError
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
 
 JaxPolicy = Callable[..., Any]

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from jaxsub import compat
-from jaxsub.emit import emit
-from jaxsub.leaves import fixed_leaves, put_back, without
-from jaxsub.policies.asked import plan_where_ignored
+from jaxsub.emission.emit import emit
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.static_leaves import fixed_leaves, put_back, without
+from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.policies.kinds import Policy, SaveAll, SaveCostly, SaveNothing
 from jaxsub.policies.names import JaxPolicy, get
-from jaxsub.program import Program, trace
+from jaxsub.policies.remat3 import plan_where_ignored
 
 
 def checkpoint(

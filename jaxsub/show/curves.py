@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from jaxsub.plan import Plan
-from jaxsub.timeline import StageTimeline
+from jaxsub.core.plan import Plan
+from jaxsub.core.timeline import StageTimeline
 
 LEAST_SHARE = 1e-3
 """Every step is drawn at least this share of a forward pass wide, so that none is lost."""

@@ -18,14 +18,14 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jaxsub.budget import format_bytes
-from jaxsub.plan import Plan
+from jaxsub.core.budget import format_bytes
+from jaxsub.core.plan import Plan
 from jaxsub.show.curves import Bar, Curve, Saver, again, bars, curves, region_label, savers
 from jaxsub.show.text import describe_explanation, times
 
 if TYPE_CHECKING:
-    from jaxsub.explain import Explanation
-    from jaxsub.frontier import Frontier, Point
+    from jaxsub.api.explain import Explanation
+    from jaxsub.api.frontier import Frontier, Point
 
 MOST_BYTES = 190_000
 WIDTH, HEIGHT = 1000, 100

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsub.budget import format_bytes
-from jaxsub.plan import Plan
+from jaxsub.core.budget import format_bytes
+from jaxsub.core.plan import Plan
 from jaxsub.show.curves import Bar, Curve, bars, curves
 
 if TYPE_CHECKING:
-    from jaxsub.frontier import Frontier
-    from jaxsub.schedule import XlaTimeline
+    from jaxsub.api.frontier import Frontier
+    from jaxsub.api.xla_timeline import XlaTimeline
 
 BEFORE, AFTER, BUDGET = "#8a8a8a", "#0072b2", "#d55e00"
 PHASES = {"forward": "#009e73", "again": "#e69f00", "backward": "#56b4e9"}

@@ -6,15 +6,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxsub.budget import format_bytes
-from jaxsub.chain import Prediction
-from jaxsub.plan import Holding, Plan
+from jaxsub.core.budget import format_bytes
+from jaxsub.core.chain import Prediction
+from jaxsub.core.decisions import Conditional, Inside, Way, walk
+from jaxsub.core.plan import Holding, Plan
 from jaxsub.show.curves import curves
-from jaxsub.ways import Conditional, Inside, Way, walk
 
 if TYPE_CHECKING:
-    from jaxsub.explain import Explanation, Group
-    from jaxsub.frontier import Frontier, Point
+    from jaxsub.api.explain import Explanation, Group
+    from jaxsub.api.frontier import Frontier, Point
 
 COLUMNS = 80
 CHART_ROWS, CHART_COLUMNS = 7, 66

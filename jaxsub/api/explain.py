@@ -1,0 +1,226 @@
+"""Where memory goes before any plan: `residuals` lists what the backward pass reads, `explain` says it in words.
+
+Residuals are what JAX hands from the forward to the backward pass. The compiler stores less: it recomputes cheap
+elementwise chains inside fusions. So the peak that is named, and what budgets buy, come from priced stages; residuals
+say where in the program memory comes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxsub.api.frontier import Frontier, frontier_of
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.arguments import trace_call
+from jaxsub.jaxpr.trace import Program, aval_bytes, flatten_jaxpr
+from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
+
+_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One array that the backward pass reads.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype's name.
+        n_bytes: Its bytes.
+        producer: The primitive that makes it; `argument` or `constant` for what stands anyway.
+        source: The user's source line; empty where it is not known.
+        scope: The named scopes it is made in, without JAX's own marks of transformations.
+        name: The user's name for it (an argument's path, a `checkpoint_name`), or `None`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+    producer: str
+    source: str = ""
+    scope: str = ""
+    name: str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it is an argument or a constant, which stands in memory whatever is planned."""
+        return self.producer in ("argument", "constant")
+
+    def __str__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        scope = f"in {self.scope}" if self.scope else ""
+        words = (self.name, f"{self.dtype}[{dims}]", f"by {self.producer}", self.source, scope)
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Residuals that have something in common.
+
+    Attributes:
+        label: What they have in common.
+        n_bytes: Their bytes, together.
+        count: How many they are.
+    """
+
+    label: str
+    n_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a function's memory goes, and what can be done about it; print it.
+
+    Attributes:
+        residuals: What the backward pass reads and the forward pass makes, largest first.
+        given_bytes: Arguments and constants that the backward pass reads: they stand anyway.
+        frontier: What budgets are within reach, at what price.
+    """
+
+    residuals: tuple[Residual, ...]
+    given_bytes: int
+    frontier: Frontier
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all residuals that the forward pass makes."""
+        return sum(r.n_bytes for r in self.residuals)
+
+    def by_source(self) -> tuple[Group, ...]:
+        """Residuals by source line, largest first."""
+        return _grouped((r.source or "(unknown line)", r) for r in self.residuals)
+
+    def by_scope(self) -> tuple[Group, ...]:
+        """Residuals by module or named scope, largest first."""
+        return _grouped((r.scope or "(no named scope)", r) for r in self.residuals)
+
+    def by_producer(self) -> tuple[Group, ...]:
+        """Residuals by the primitive that makes them, largest first."""
+        return _grouped((r.producer, r) for r in self.residuals)
+
+    def __str__(self) -> str:
+        from jaxsub.show.text import describe_explanation  # noqa: PLC0415 - shown only when asked
+
+        return describe_explanation(self)
+
+    def _repr_html_(self) -> str:
+        from jaxsub.show.html import explanation_fragment  # noqa: PLC0415 - shown only when asked
+
+        return explanation_fragment(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("Explanation(...)" if cycle else str(self))
+
+
+def _grouped(labelled: Iterable[tuple[str, Residual]]) -> tuple[Group, ...]:
+    found: dict[str, tuple[int, int]] = {}
+    for label, residual in labelled:
+        n_bytes, count = found.get(label, (0, 0))
+        found[label] = n_bytes + residual.n_bytes, count + 1
+    rows = (Group(label, n_bytes, count) for label, (n_bytes, count) in found.items())
+    return tuple(sorted(rows, key=lambda g: (-g.n_bytes, g.label)))
+
+
+def residuals(
+    fun: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any
+) -> tuple[Residual, ...]:
+    """List what the backward pass of a function reads: what `jax.ad_checkpoint.print_saved_residuals` only prints.
+
+    Args:
+        fun: The function; checkpoints in it, made by hand or by `jaxsub.sublinear`, are respected.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The residuals, each once, largest first; arguments and constants among them.
+
+    Raises:
+        UnsupportedError: If nothing can be differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> found = jaxsub.residuals(lambda w, x: jnp.sin(x @ w).sum(), jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> [(r.producer, r.shape, r.n_bytes) for r in found]
+        [('cos', (2, 4), 32), ('argument', (2, 4), 32)]
+    """
+    return residuals_of(trace_call(fun, args, kwargs, argnums))
+
+
+def residuals_of(program: Program) -> tuple[Residual, ...]:
+    """The residuals of a traced program."""
+    function = run_function(program, 0, len(program.eqns))
+
+    def forward(*inputs: Any) -> list[Any]:
+        return jax.tree.leaves(vjp_of(function, function.call, inputs)[1])
+
+    eqns, inputs, results, _ = flatten_jaxpr(jax.make_jaxpr(forward)(*read_avals(program, function)))
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    n_constants = len(inputs) - len(function.reads)
+    given = dict(zip(inputs[n_constants:], function.reads, strict=True))
+    found = []
+    for atom in dict.fromkeys(a for a in results if compat.is_var(a)):
+        if atom in makers:
+            found.append(_made(atom, makers[atom], makers))
+        else:
+            found.append(_given(atom, program.graph.values[given[atom]].name if atom in given else "const"))
+    return tuple(sorted(found, key=lambda r: (-r.n_bytes, r.is_given)))
+
+
+def _made(atom: Any, eqn: Any, makers: dict[Any, Any]) -> Residual:
+    """A residual that an equation makes; a value the user named has what names it as its maker."""
+    name = compat.given_name(eqn)
+    maker = makers.get(eqn.invars[0], eqn) if name is not None and compat.is_var(eqn.invars[0]) else eqn
+    aval = atom.aval
+    return Residual(tuple(aval.shape), str(aval.dtype), aval_bytes(aval), maker.primitive.name, compat.source_of(maker),
+                    _scope(str(maker.source_info.name_stack)), name)  # fmt: skip
+
+
+def _given(atom: Any, name: str | None) -> Residual:
+    aval, is_constant = atom.aval, name == "const"
+    producer = "constant" if is_constant else "argument"
+    return Residual(tuple(aval.shape), str(aval.dtype), aval_bytes(aval), producer, name=None if is_constant else name)
+
+
+def _scope(stack: str) -> str:
+    """A name stack without transformations: `jvp(block_0)/attention` is `block_0/attention`."""
+    bare = _TRANSFORMED.sub(r"\1", stack)
+    return bare if bare == stack else _scope(bare)
+
+
+def explain(
+    fun: Callable[..., Any], *args: Any, target: Any = None, argnums: int | Sequence[int] = 0, **kwargs: Any
+) -> Explanation:
+    """Say where a function's memory goes before any plan, and what budgets are within reach at what price.
+
+    Args:
+        fun: The function.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        target: The device to price for; `None` for the one in use.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The explanation: print it, or read its groups. Nothing is compiled for it.
+
+    Raises:
+        UnsupportedError: If something in the function cannot be supported.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> found = jaxsub.explain(lambda w, x: jnp.sin(jnp.sin(x @ w) @ w).sum(), jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> [(group.label, group.n_bytes) for group in found.by_producer()]
+        [('cos', 64), ('sin', 32)]
+    """
+    program = trace_call(fun, args, kwargs, argnums)
+    found = residuals_of(program)
+    pricer = Pricer(program, get_target(target), is_compiled=False)
+    made = tuple(r for r in found if not r.is_given)
+    return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier_of(pricer, points=6))

@@ -1,0 +1,215 @@
+"""`frontier`: what every budget buys, from the least memory to the plain program, predicted from one chain.
+
+The tables of the planner `optimal` answer for all budgets at once, so a frontier costs little more than one plan.
+Beside its points stand what is done by hand today and the paper's own planners, priced on the same chain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Run
+from jaxsub.core.disk_cache import open_store
+from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.jaxpr.arguments import trace_call
+from jaxsub.planners import get
+from jaxsub.planners.optimal import solve
+from jaxsub.search.verify import Verifier, cut_choices, finish, usual_choices
+
+Found = tuple[int, float, tuple[Run, ...], Chain]
+"""Predicted bytes, extra FLOPs, runs and their chain."""
+
+NAMED = ("chen", "recursive", "revolve")
+"""Planners whose own plans stand beside the frontier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan on or beside a frontier.
+
+    Attributes:
+        name: What it is called.
+        plan: The plan.
+    """
+
+    name: str
+    plan: Plan
+
+    @property
+    def temp_bytes(self) -> int:
+        """Its predicted peak, in bytes."""
+        return self.plan.prediction.temp_bytes if self.plan.prediction is not None else 0
+
+    @property
+    def extra(self) -> float:
+        """What it executes again, in forward passes."""
+        found = self.plan.prediction
+        return found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Plans of one function, none of which is better than another in both memory and recomputation.
+
+    Attributes:
+        points: The plans, least memory first; the last one recomputes nothing.
+        others: What is made by hand, and by the paper's planners, on the same chain.
+        budget_bytes: A budget to mark, or `None`.
+    """
+
+    points: tuple[Point, ...]
+    others: tuple[Point, ...] = ()
+    budget_bytes: int | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans, least memory first; each can be passed to `jaxsub.sublinear(plan=...)`."""
+        return tuple(point.plan for point in self.points)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw memory against recomputation; needs matplotlib.
+
+        Args:
+            ax: The matplotlib axes to draw on; `None` for the current ones.
+
+        Returns:
+            The axes.
+        """
+        from jaxsub.show.plot import plot_frontier  # noqa: PLC0415 - shown only when asked
+
+        return plot_frontier(self, ax)
+
+    def __str__(self) -> str:
+        from jaxsub.show.text import describe_frontier  # noqa: PLC0415 - shown only when asked
+
+        return describe_frontier(self)
+
+    def _repr_html_(self) -> str:
+        from jaxsub.show.html import frontier_fragment  # noqa: PLC0415 - shown only when asked
+
+        return frontier_fragment(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("Frontier(...)" if cycle else str(self))
+
+
+def frontier(
+    fun: Callable[..., Any],
+    *args: Any,
+    points: int = 8,
+    budget: Any = None,
+    target: Any = None,
+    verify: bool = False,
+    argnums: int | Sequence[int] = 0,
+    cache: Any = True,
+    **kwargs: Any,
+) -> Frontier:
+    """Find what every budget buys: plans from the least memory to no recomputation at all.
+
+    Args:
+        fun: The function.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        points: About how many plans.
+        budget: A budget in bytes to mark in the picture.
+        target: The device to plan for, such as `"h100"`; `None` for the one in use.
+        verify: Whether to ask the compiler for prices and to compile and measure every plan of the frontier; otherwise
+            figures are counted without a compiler.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        cache: Where compiled figures are kept, as for `jaxsub.sublinear`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The frontier; print it, plot it, or take a plan of it.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        UnsupportedError: If something in the function cannot be supported.
+        ValueError: If `points` is below 2.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> w, x = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, 1024))
+        >>> found = jaxsub.frontier(loss, [w] * 16, x)
+        >>> found.points[0].temp_bytes < found.points[-1].temp_bytes, found.points[-1].extra
+        (True, 0.0)
+
+    References:
+        Beaumont et al., Optimal checkpointing for heterogeneous chains, 2019.
+    """
+    if points < 2:
+        raise ValueError(f"a frontier has at least 2 points, got points={points}")
+    marked = Budget.parse(budget).n_bytes
+    program = trace_call(fun, args, kwargs, argnums)
+    pricer = Pricer(program, get_target(target), is_compiled=verify, store=open_store(cache))
+    return frontier_of(pricer, points, marked, is_measured=verify)
+
+
+def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False) -> Frontier:
+    """The frontier of a program whose stages a pricer prices."""
+    program = pricer.program
+    chains = [pricer.chain(cuts) for cuts in usual_choices(program, cut_choices(program))]
+    found = spread(_best((*point, chain) for chain in chains for point in solve(chain).frontier()), points)
+    made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs, chain in found)
+    plans = [_finished(pricer, plan) for plan in made]
+    others = tuple(Point(name, _finished(pricer, plan)) for name, plan in by_hand(chains[0]))
+    if is_measured:
+        verifier = Verifier(pricer)
+        plain = verifier.plain().measurement
+        plans = [p.replace(measurement=verifier.measure(p), plain_measurement=plain) for p in plans]
+    return Frontier(tuple(Point("optimal", plan) for plan in plans), others, budget_bytes)
+
+
+def _finished(pricer: Pricer, plan: Plan) -> Plan:
+    predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
+    return finish(pricer.program, pricer.timed(plan), Budget(max(1, predicted)))
+
+
+def _best(found: Iterable[Found]) -> list[Found]:
+    """Those that no other is better than in both memory and FLOPs, memory rising."""
+    rising = sorted(found, key=lambda f: f[:2])
+    least = accumulate((f[1] for f in rising[:-1]), min, initial=math.inf)
+    return [f for f, before in zip(rising, least, strict=True) if f[1] < before]
+
+
+def spread(found: Sequence[Found], points: int) -> list[Found]:
+    """Choose points that are spread evenly over the logarithm of memory, both ends among them."""
+    if len(found) <= points:
+        return list(found)
+    low, high = math.log(max(1, found[0][0])), math.log(max(1, found[-1][0]))
+    chosen = {0, len(found) - 1}
+    for i in range(1, points - 1):
+        goal = low + (high - low) * i / (points - 1)
+        chosen.add(min(range(len(found)), key=lambda k: abs(math.log(max(1, found[k][0])) - goal)))
+    return [found[k] for k in sorted(chosen)]
+
+
+def by_hand(chain: Chain) -> Iterator[tuple[str, Plan]]:
+    """What one does without a planner, and the paper's planners' own plans."""
+    n = len(chain.stages)
+    if n > 1:
+        each = [chain.recompute(s) for s in range(n - 1)] + [Run(n - 1, n)]
+        yield "checkpoint every stage", plan_from_runs(chain, each, budget=Budget(), planner="by hand")
+        roots = list(_equal(chain, math.isqrt(n)))
+        yield "√n segments", plan_from_runs(chain, roots, budget=Budget(), planner="by hand")
+    for name in NAMED:
+        yield name, get(name)(chain, None)
+
+
+def _equal(chain: Chain, count: int) -> Iterator[Run]:
+    """So many nests of equally many stages; the last stands unwrapped."""
+    n = len(chain.stages)
+    edges = [round(i * n / count) for i in range(count + 1)]
+    for start, stop in pairwise(edges[:-1]):
+        yield chain.nest(start, stop)
+    yield from (Run(s, s + 1) for s in range(edges[-2], n))

@@ -1,0 +1,294 @@
+"""The public calls, in order and nothing else: trace, plan, emit.
+
+Traces and plans are kept with the function they belong to, by the shapes of its arguments: a second call with the same
+shapes traces and plans nothing. Verified plans and prices are kept on disk too (`cache=`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.disk_cache import Store
+from jaxsub.core.plan import Measurement, Plan
+from jaxsub.devices.compile import measure_compiled
+from jaxsub.devices.targets import Target, get_target
+from jaxsub.emission.emit import as_traced, emit
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.arguments import Statics, trace_call
+from jaxsub.jaxpr.shardings import sharding_of, spread_over, told
+from jaxsub.jaxpr.static_leaves import losing_nothing
+from jaxsub.jaxpr.trace import Program, trace
+from jaxsub.planners import Planner, get
+from jaxsub.search import call_sites
+from jaxsub.search import verify as verifying
+from jaxsub.search.pipeline import Mirror, Settings, make_plan
+
+AnyCache = bool | str | os.PathLike[str] | Store
+AnyBudget = str | int | float | None | Budget
+
+
+class Sublinear:
+    """A function whose gradient fits a budget; made by `sublinear`.
+
+    Attributes:
+        fun: The function as it was.
+        settings: How it is planned.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], settings: Settings, static_argnums: Sequence[int], static_argnames: Sequence[str]
+    ):
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.settings = settings
+        self._statics = Statics.of(losing_nothing(fun, "sublinear"), static_argnums, static_argnames)
+        self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
+        self._programs: dict[Any, Program] = {}
+        self._plans: dict[Any, Plan] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; its gradient keeps to the plan."""
+        program, run, _ = self._prepare(args, kwargs)
+        _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        outputs = run(*program.consts, *jax.tree.leaves((dynamic_args, dynamic_kwargs)))
+        return jax.tree.unflatten(program.out_tree, outputs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes: arrays or `jax.ShapeDtypeStruct`s."""
+        return self._prepare(args, kwargs)[2]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"sublinear({getattr(self.fun, '__qualname__', self.fun)!s}, budget={self.settings.budget!s})"
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Callable[..., Any], Plan]:
+        statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
+        trial = call_sites.current()
+        with call_sites.paused():
+            key = (statics, tree, tuple(map(type_of, leaves)), compat.trace_context())
+            if trial is None and key in self._ready:
+                return self._ready[key]
+            program = self._programs.get(key)
+            if program is None:
+                argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
+                program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
+                if self.settings.in_shardings is not None:
+                    program = self._spread(program, dynamic_args, dynamic_kwargs)
+            plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
+            target = trial.target if trial is not None and self.settings.target is None else self.settings.target
+            program = replace(program, platform=get_target(target).platform)
+        run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
+        if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
+            self._programs[key] = program
+            if trial is None:
+                self._ready[key] = (program, run, plan)
+        return program, run, plan
+
+    def _plan_for(self, program: Program) -> Plan:
+        key = program.fingerprint, program.shardings
+        if key not in self._plans:
+            self._plans[key] = make_plan(program, self.settings)
+        return self._plans[key]
+
+    def _spread(self, program: Program, args: Any, kwargs: Any) -> Program:
+        """The program with what the user says of where its arguments lie."""
+        leaves = jax.tree.leaves((args, kwargs))
+        said = told(self.settings.in_shardings, args, len(program.consts), len(jax.tree.leaves(kwargs)))
+        return replace(program, shardings=spread_over([*program.consts, *leaves], said))
+
+
+def sublinear(
+    fun: Callable[..., Any] | None = None,
+    *,
+    budget: AnyBudget = None,
+    planner: str | Planner = "auto",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    mirror: Mirror | None = None,
+    verify: bool | None = None,
+    target: Any = None,
+    argnums: int | Sequence[int] = 0,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
+    cache: bool | str | os.PathLike[str] | Store = True,
+    progress: bool = True,
+    profile: bool | str = False,
+    offload: str | None = None,
+) -> Any:
+    """Return the same function with a gradient that fits a memory budget.
+
+    The function is traced, its intermediates are priced, a plan is made of what to save and what to recompute, and the
+    function is put together again with nested `jax.checkpoint` regions and gradient barriers. Arguments, results
+    and gradients stay what they are. With a budget in bytes, or a fraction, the plan is compiled and measured first.
+    Under `jax.vmap` the budget is that of one example: put `sublinear` round the mapped function to budget the whole.
+
+    Args:
+        fun: The function, usually a loss. Left out, a decorator is returned.
+        budget: What the compiler may allocate for its `value_and_grad` beside arguments and outputs: `"8GiB"`, an int
+            of bytes, a float in (0, 1] (the fraction of what it needs now), or `None` for the least that at most one
+            extra forward pass buys.
+        planner: A planner's name or a planner; `jaxsub.planners.names()` lists them.
+        plan: A plan made before, or the path of one that `Plan.save` wrote; nothing is planned then.
+        mirror: The user's own mirror counts m(v), the paper's section 4.5. One for each equation, or a function of a
+            `jaxsub.core.graph.Node`: they are the plan. A mapping from names that `jax.ad_checkpoint.checkpoint_name`
+            gave to counts, such as `{"attention": 1, "mlp": 0}`: the planner plans, values counted 0 are saved, and
+            those counted 1 or more are made again in the backward pass.
+        verify: Whether to compile the plan and measure it. `None`: where the budget is bytes or a fraction. `False`
+            trusts predictions, made without any compiler.
+        target: The device to plan for, such as `"h100"`; `None` for the one in use.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`; 0 means the first that is not static.
+        static_argnums: Positions of arguments that are no arrays; they must be hashable.
+        static_argnames: Names of such arguments.
+        in_shardings: Where the positional arguments that are arrays lie, as for `jax.jit` (trees of
+            `jax.sharding.NamedSharding`): budgets are bytes of one device. `None`: as arrays, shapes and explicit mesh
+            axes say; with automatic axes nothing inside `jax.jit` says so.
+        cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
+            or a directory.
+        progress: Whether to show a progress bar when planning takes long.
+        profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
+            distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
+        offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
+            there and back takes over the target's PCIe; plans then minimise seconds. What stands in loops, conditionals
+            and regions inside regions stays on the device. `None`: on the device only.
+
+    Returns:
+        A function with the same signature; its method `plan(*args)` returns the plan it uses.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        InfeasibleBudgetError: At the first call, if no plan fits; it says the least that would.
+        UnsupportedError: At the first call, if something in the function cannot be supported, or the target has no
+            memory to offload to.
+        PlanMismatchError: At the first call, if `plan` was made for another function.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> @jaxsub.sublinear
+        ... def loss(w, x):
+        ...     for _ in range(4):
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> jax.grad(loss)(jnp.eye(2), jnp.ones((3, 2))).shape
+        (2, 2)
+
+    References:
+        Chen, Xu, Zhang, Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    if fun is not None and not callable(fun):
+        raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
+    settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
+                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile,
+                        in_shardings=in_shardings, offload=offload)  # fmt: skip
+    get(planner)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if fun is None:
+        return lambda f: Sublinear(f, settings, numbers, names)
+    return Sublinear(fun, settings, numbers, names)
+
+
+def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
+         mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
+         cache: AnyCache = True, progress: bool = True, profile: bool | str = False, offload: str | None = None,
+         bound: bool = False, **kwargs: Any) -> Plan:  # fmt: skip
+    """Plan a function without running it.
+
+    Args:
+        fun: The function.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        budget: As for `sublinear`, and so are the options that follow.
+        planner: As for `sublinear`.
+        mirror: As for `sublinear`.
+        verify: As for `sublinear`.
+        target: As for `sublinear`.
+        argnums: As for `sublinear`.
+        cache: As for `sublinear`.
+        progress: As for `sublinear`.
+        profile: As for `sublinear`.
+        offload: As for `sublinear`.
+        bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
+            `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The plan; print it, save it, or pass it to `sublinear(plan=...)`.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        InfeasibleBudgetError: If no plan fits; it says the least that would.
+        UnsupportedError: If something in the function cannot be supported.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> plan = jaxsub.plan(
+        ...     lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum(), jnp.eye(2), jnp.ones((3, 2)), verify=False
+        ... )
+        >>> plan.n_nodes
+        5
+    """
+    wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
+                        argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload)  # fmt: skip
+    wrapped.settings = replace(wrapped.settings, bound=bound)
+    found: Plan = wrapped.plan(*args, **kwargs)
+    return found
+
+
+def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = None, argnums: int | Sequence[int] = 0,
+            **kwargs: Any) -> Measurement:  # fmt: skip
+    """Compile the gradient of a function and read what the compiler allocates; nothing is run.
+
+    Args:
+        fun: The function: plain, `sublinear`, or with checkpoints made by hand. Its gradient is `jax.value_and_grad` of
+            a scalar result, or of the first of a pair (loss, aux); of anything else the vector-Jacobian product.
+        *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
+        target: The device to compile for; `None` for the one in use.
+        argnums: The arguments the gradient is taken of.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes, FLOPs and the time the compile took.
+
+    Raises:
+        UnsupportedError: If nothing can be differentiated, or the compiler does not say what it allocates.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxsub
+        >>> jaxsub.measure(lambda w: jnp.tanh(w).sum(), jnp.ones((8, 8))).output_bytes >= 256
+        True
+    """
+    program = trace_call(fun, args, kwargs, argnums)
+    return measure_compiled(*verifying.gradient(program, as_traced(program)), get_target(target))
+
+
+def type_of(leaf: Any) -> Any:
+    """What of an argument a trace and its plan depend on."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    try:
+        return jax.typeof(leaf), sharding_of(leaf)
+    except TypeError:
+        return type(leaf)  # no array: `trace` says what is wrong with it
+
+
+def _named(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    run.__name__ = run.__qualname__ = f"sublinear_{_name_of(fun)}"
+    return run
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", "function")
+
+
+def _read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(os.fspath(plan))

@@ -1,0 +1,96 @@
+"""Memory budgets in the forms a user may give them, and bytes in the form a person may read.
+
+In goes `"8GiB"`, a number of bytes, a fraction or nothing; out comes a `Budget`, or a `BudgetError` that names the
+forms.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from jaxsub.core.errors import BudgetError
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+FORMS = (
+    'Pass bytes as "8GiB", "512MB" or an int; a float in (0, 1], the fraction of what the function needs now; or None.'
+)
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Format bytes for a person, in binary units: `3.1 GiB`.
+
+    Example:
+        >>> format_bytes(3 * 2**30)
+        '3.00 GiB'
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n_bytes) >= size:
+            return f"{n_bytes / size:.{2 if n_bytes < 10 * size else 1}f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A memory budget: bytes, a fraction of what the function needs without rematerialisation, or neither.
+
+    Attributes:
+        n_bytes: The budget in bytes, or `None`.
+        fraction: The fraction in (0, 1], or `None`. With neither, the budget is the paper's default: the least memory
+            that at most one extra forward pass can buy.
+    """
+
+    n_bytes: int | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, budget: str | int | float | Budget | None) -> Budget:
+        """Read a budget in any of its forms.
+
+        Raises:
+            BudgetError: If it has no such form, or is not positive.
+
+        Example:
+            >>> Budget.parse("1.5KiB").n_bytes
+            1536
+            >>> Budget.parse(0.25).fraction
+            0.25
+        """
+        if isinstance(budget, Budget):
+            return budget
+        if budget is None:
+            return cls()
+        if isinstance(budget, str):
+            return cls(n_bytes=_parse_text(budget))
+        if (shape := getattr(budget, "shape", ())) != ():
+            raise BudgetError(f"A budget is one number, got an array of shape {shape}. {FORMS}")
+        if isinstance(budget, bool) or str(getattr(budget, "dtype", "")) == "bool":
+            raise BudgetError(f"A budget cannot be a bool, got {budget}. {FORMS}")
+        if hasattr(budget, "__index__"):
+            if (n_bytes := int(budget)) <= 0:
+                raise BudgetError(f"A budget must be positive, got {budget} bytes. {FORMS}")
+            return cls(n_bytes=n_bytes)
+        if isinstance(budget, float) or hasattr(budget, "__float__"):
+            fraction = float(budget)
+            if not 0 < fraction <= 1:
+                hint = f" For bytes pass int({budget!r})." if fraction > 1 and fraction.is_integer() else ""
+                raise BudgetError(f"A float budget is a fraction in (0, 1], got {budget!r}.{hint} {FORMS}")
+            return cls(fraction=fraction)
+        raise BudgetError(f"Cannot read the budget {budget!r} of type {type(budget).__name__}. {FORMS}")
+
+    def __str__(self) -> str:
+        if self.n_bytes is not None:
+            return format_bytes(self.n_bytes)
+        return "none given" if self.fraction is None else f"{self.fraction:.0%} of plain"
+
+
+def _parse_text(text: str) -> int:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise BudgetError(f"Cannot read the budget {text!r}. {FORMS}")
+    n_bytes = float(match[1]) * UNITS[match[2].upper()]
+    if not math.isfinite(n_bytes) or n_bytes < 1:
+        raise BudgetError(f"A budget must be positive and finite, got {text!r}. {FORMS}")
+    return int(n_bytes)

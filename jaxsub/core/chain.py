@@ -1,0 +1,292 @@
+"""A chain: stages, what each may save, and what it all costs. This is all that a planner sees.
+
+A program is cut into **stages** at points where few bytes cross; stage `s` runs forward from what crosses cut `s`
+and its backward pass runs from the cotangents of what crosses cut `s + 1`. A planner answers with a sequence of
+`Run`s that covers the stages. A run is one of three things:
+
+* a **region** with an `Option`: one `jax.checkpoint` that saves the option's values and recomputes the rest;
+* a **nest**, with children: one `jax.checkpoint` that saves nothing; run forward again, its children hold inside;
+* **unwrapped**, with neither: what the compiler keeps of it stays until its backward pass.
+
+`jaxsub.core.simulate.predict` replays such a sequence in exact bytes.
+
+Sources: the chain model of Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous
+chains* (2019), with options inside stages as in Zhao et al., *Rockmate* (ICML 2023). Ours in addition: values that
+cross many cuts are counted once where they are made, and cotangents that pass over a stage. Of weights that several
+stages share, the sum of gradients stands in its output's place; each new contribution is part of a stage's transient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxsub.core.decisions import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a region.
+
+    Attributes:
+        saved: The values it saves, as offsets from the first value the region makes.
+        saved_bytes: What it keeps on the device between its passes beyond what crosses the cuts; below zero where it
+            takes more of what crosses the cut before it off the device.
+        transient_bytes: What its own backward pass allocates, the saved values included.
+        recompute_flops: FLOPs executed again in its backward pass, weighed as `jaxsub.jaxpr.flops` says.
+        recompute_seconds: The same in seconds, where known.
+        loops: How loops and conditionals in it run, where not plainly.
+        loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
+        is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
+        loop_seconds: `loop_flops` in seconds, where known.
+        saved_sizes: Bytes of each of the values that `saved_bytes` counts, where known.
+        offloaded: Those of `saved` that are kept in host memory; below zero what it reads from stages before it.
+    """
+
+    saved: tuple[int, ...] = ()
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    recompute_flops: float = 0.0
+    recompute_seconds: float = 0.0
+    loops: tuple[Way, ...] = ()
+    loop_flops: float = 0.0
+    is_region: bool = True
+    loop_seconds: float = 0.0
+    saved_sizes: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of nodes between two cuts.
+
+    Attributes:
+        start: Its first node.
+        stop: The node after its last.
+        kind: Stages of one kind are the same program; they share every figure.
+        forward_flops: FLOPs of its forward pass.
+        tail_flops: FLOPs of what its own backward pass reads: what recomputing it costs, last in a region.
+        forward_bytes: What its forward pass alone allocates beside its inputs and outputs.
+        transient_bytes: What its backward pass allocates when nothing of it is saved: recomputation included.
+        keep_bytes: What the compiler keeps of it until its backward pass when it stands unwrapped.
+        keep_transient_bytes: What its backward pass then allocates, the kept included.
+        made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
+        first_value: The first value it makes; options' offsets count from there.
+        hoisted_bytes: What the compiler makes ahead for it in a region, and keeps: items' options count it as saved.
+        forward_seconds: How long its forward pass takes, where known.
+        backward_seconds: How long its backward pass takes when nothing is executed again, where known.
+        tail_seconds: `tail_flops` in seconds, where known.
+        keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
+        gradient_sizes: Bytes of gradients that the program returns and that are written from its backward pass on.
+        joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
+        summed_bytes: Bytes of all that was so added to sums which are whole once its backward pass has run.
+        summed_sizes: Bytes of gradients that are such sums: without barriers they are written when they are whole.
+        partial_bytes: What of `keep_bytes` is gone before its backward pass writes any gradient: products in parts.
+        operand_bytes: What contributions to such sums are made from, where a GPU may make them last.
+        turning_bytes: What it allocates more where no barriers stand and others that read its weights run with it.
+        ahead_bytes: What of `keep_bytes` stands only because gradient barriers keep stages apart that need alike zeros.
+    """
+
+    start: int
+    stop: int
+    kind: int = 0
+    forward_flops: float = 1.0
+    tail_flops: float = 1.0
+    forward_bytes: int = 0
+    transient_bytes: int = 0
+    keep_bytes: int = 0
+    keep_transient_bytes: int = 0
+    made_bytes: int = 0
+    first_value: int = 0
+    hoisted_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    tail_seconds: float = 0.0
+    keep_sizes: tuple[int, ...] = ()
+    gradient_sizes: tuple[int, ...] = ()
+    joined_bytes: int = 0
+    summed_bytes: int = 0
+    summed_sizes: tuple[int, ...] = ()
+    partial_bytes: int = 0
+    operand_bytes: int = 0
+    turning_bytes: int = 0
+    ahead_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A run of stages that may stand as one region at the top level, and its options.
+
+    Attributes:
+        start: Its first stage.
+        stop: The stage after its last.
+        options: What it may save; the first saves least.
+    """
+
+    start: int
+    stop: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Values made in one stage and last used in another: they cross every cut between.
+
+    Attributes:
+        made: The stage that makes them.
+        last: The last stage that reads them; the number of stages for outputs of the program.
+        n_bytes: Their bytes beside the program's outputs.
+        cotangent_bytes: Bytes of their cotangents; 0 where no gradient flows.
+        sizes: Bytes of each of the values that `n_bytes` counts, where known.
+        is_spent: Whether `last`, unwrapped, reads them no more and keeps in their place what it made of them.
+    """
+
+    made: int
+    last: int
+    n_bytes: int
+    cotangent_bytes: int
+    sizes: tuple[int, ...] = ()
+    is_spent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A planner's answer for stages `start` to `stop - 1`; see the module docstring.
+
+    Attributes:
+        start: Its first stage.
+        stop: The stage after its last.
+        option: The option of a region; `None` for a nest or an unwrapped run.
+        children: What holds inside a nest; they cover its stages.
+    """
+
+    start: int
+    stop: int
+    option: Option | None = None
+    children: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan is expected to cost.
+
+    Attributes:
+        temp_bytes: Peak of what the compiler allocates beside arguments and outputs.
+        extra_flops: FLOPs executed again, elementwise work weighed down; weighed by how long they take where a plan
+            minimises seconds.
+        forward_flops: FLOPs of one forward pass, weighed alike.
+        peak_at: The stage whose forward or backward pass holds the peak.
+        origin: Where the figures come from: `analytic`, `compiled` or `measured`.
+        extra_seconds: How long it takes to execute those FLOPs again, but for `untimed`; `None` where nobody knows.
+        step_seconds: How long value and gradient take without that; `None` where nobody knows.
+        seconds_origin: Where the seconds come from: `roofline`, `roofline, nominal` (of a device whose figures are a
+            guess) or `profiled`; empty where there are none.
+        minimises: `flops`, or `seconds` where FLOPs are weighed by them.
+        untimed: Regions that nobody has timed yet: first node, the node after the last, and offsets of what they save.
+    """
+
+    temp_bytes: int
+    extra_flops: float
+    forward_flops: float
+    peak_at: int
+    origin: str
+    extra_seconds: float | None = None
+    step_seconds: float | None = None
+    seconds_origin: str = ""
+    minimises: str = "flops"
+    untimed: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages, items and crossings of one program; planners read nothing else.
+
+    Attributes:
+        stages: The stages, in order; they cover the program.
+        items: Runs of stages that may stand as one region, in any order.
+        crossings: What crosses the cuts.
+        fingerprint: The program's fingerprint; plans carry it.
+        origin: Where the costs come from: `analytic`, `compiled` or `measured`.
+        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where none are.
+        minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
+        has_timed_options: Whether regions say how many seconds they take; otherwise only stages do, and ways to run
+            loops, and the regions of a plan are timed when it is chosen.
+        saves_in_nests: Whether regions may save values inside nests; JAX's `jax_remat3` makes them again.
+    """
+
+    stages: tuple[Stage, ...]
+    items: tuple[Item, ...]
+    crossings: tuple[Crossing, ...]
+    fingerprint: str = "by hand"
+    origin: str = "by hand"
+    seconds_origin: str = ""
+    minimises: str = "flops"
+    has_timed_options: bool = True
+    saves_in_nests: bool = True
+
+    def __post_init__(self) -> None:
+        n = len(self.stages)
+        faults = [f"stage {s} does not start where stage {s - 1} stops"
+                  for s in range(1, n) if self.stages[s].start != self.stages[s - 1].stop]  # fmt: skip
+        faults += [f"{c} does not run forward" for c in self.crossings if not 0 <= c.made < c.last <= n]
+        faults += [f"{i.start}:{i.stop} is no run of stages" for i in self.items if not 0 <= i.start < i.stop <= n]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one forward pass through all stages."""
+        return float(sum(stage.forward_flops for stage in self.stages))
+
+    @cached_property
+    def crossing_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes made in stages `s .. q - 1` that cross cut `q`; shape (n, n + 1), zero for q <= s."""
+        return self._made_and_crossing([c.n_bytes for c in self.crossings])
+
+    @cached_property
+    def cotangent_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes of cotangents of what stages `s .. q - 1` make and others at or after `q` read."""
+        return self._made_and_crossing([c.cotangent_bytes for c in self.crossings])
+
+    @cached_property
+    def passing_bytes(self) -> np.ndarray:
+        """`[s, q]`: bytes of cotangents that stand while `s .. q - 1` runs backward: made before `s`, used from `q`."""
+        n = len(self.stages)
+        table = np.zeros((n + 1, n + 2), dtype=np.int64)
+        for c in self.crossings:
+            table[c.made + 1, c.last] += c.cotangent_bytes
+        # made < s  and  last >= q
+        table = np.cumsum(table, axis=0)
+        return np.cumsum(table[:, ::-1], axis=1)[:, ::-1][:n, : n + 1]
+
+    def held_bytes(self, cut: int) -> int:
+        """Bytes of the cotangents that stand when the backward pass reaches cut `cut`."""
+        return int(self.cotangent_bytes[0, cut]) if cut else 0
+
+    def region_forward_bytes(self, start: int, stop: int) -> int:
+        """What running stages `start .. stop - 1` forward allocates when nothing inside is kept."""
+        return max(int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop))
+
+    def plain(self) -> tuple[Run, ...]:
+        """The runs of no rematerialisation at all: every stage unwrapped."""
+        return tuple(Run(s, s + 1) for s in range(len(self.stages)))
+
+    def recompute(self, stage: int) -> Run:
+        """The run that keeps nothing of one stage."""
+        s = self.stages[stage]
+        return Run(stage, stage + 1, Option((), s.hoisted_bytes, s.transient_bytes, s.tail_flops, s.tail_seconds))
+
+    def nest(self, start: int, stop: int, children: Sequence[Run] = ()) -> Run:
+        """A region over stages `start .. stop - 1` that saves nothing; unwrapped inside unless children say more."""
+        return Run(start, stop, None, tuple(children) or tuple(Run(s, s + 1) for s in range(start, stop)))
+
+    def _made_and_crossing(self, sizes: Sequence[int]) -> np.ndarray:
+        n = len(self.stages)
+        table = np.zeros((n, n + 1), dtype=np.int64)
+        for c, size in zip(self.crossings, sizes, strict=True):
+            table[c.made, c.made + 1 : c.last + 1] += size
+        # rows from the bottom up: made in s .. q-1; a value is in the table only for q > made
+        return np.cumsum(table[::-1], axis=0)[::-1].copy()

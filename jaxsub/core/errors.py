@@ -1,0 +1,74 @@
+"""The exceptions jaxsub raises, each carrying the figures it speaks of.
+
+Every message says what is wrong in the user's words, the value got with its unit, the limit, and what to
+do next. All of them derive from `JaxsubError` and from the built-in exception a caller would expect.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxsub.core.plan import Measurement
+
+
+class JaxsubError(Exception):
+    """Base of every exception that jaxsub raises on purpose."""
+
+
+class BudgetError(JaxsubError, ValueError):
+    """A budget that cannot be read, or is not positive."""
+
+
+class InfeasibleBudgetError(JaxsubError, ValueError):
+    """No plan known to jaxsub fits the budget.
+
+    Attributes:
+        requested_bytes: The budget asked for, in bytes.
+        least_bytes: The least budget that is known to work, in bytes; asking for it succeeds.
+        holders: The values that hold the peak, largest first, as lines of text.
+    """
+
+    def __init__(self, message: str, *, requested_bytes: int, least_bytes: int, holders: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+        self.least_bytes = least_bytes
+        self.holders = holders
+
+
+class UnsupportedError(JaxsubError, NotImplementedError):
+    """Something in the function that jaxsub cannot keep its promises for; all faults are listed at once."""
+
+
+class PlanMismatchError(JaxsubError, ValueError):
+    """A plan was used on a function it was not made for.
+
+    Attributes:
+        plan_fingerprint: Fingerprint of the function the plan was made for.
+        function_fingerprint: Fingerprint of the function it was used on.
+    """
+
+    def __init__(self, message: str, *, plan_fingerprint: str, function_fingerprint: str):
+        super().__init__(message)
+        self.plan_fingerprint = plan_fingerprint
+        self.function_fingerprint = function_fingerprint
+
+
+class PlannerError(JaxsubError, RuntimeError):
+    """A planner that is unknown, or that returned a plan which does not hold together."""
+
+
+class PolicyError(JaxsubError, ValueError):
+    """A policy that is unknown, or a pattern that names no module."""
+
+
+class VerificationError(JaxsubError, AssertionError):
+    """A plan that was compiled and does not do what it promised.
+
+    Attributes:
+        measurement: What the compiler reported.
+    """
+
+    def __init__(self, message: str, *, measurement: Measurement):
+        super().__init__(message)
+        self.measurement = measurement

@@ -1,0 +1,169 @@
+"""Which of what a plan stores lies in memory that belongs to the outputs: gradients that are not yet written.
+
+The compiler gives every gradient of a weight its place from the start, and the backward pass writes it late. Until then
+the place is free, and what is stored meanwhile is put there where it fits: a whole value into the place of one output
+as large or larger, one value at a time. With small batches, where activations are no larger than weights, much of what
+a plan stores costs nothing so.
+
+Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, those
+made first before others of their size; each goes into the smallest place that is free as long as it lives. Here only
+what stands between the passes is looked at, and only gradients that one product or convolution writes at once. What a
+backward pass allocates for itself may find such a place too: that is left out, which makes the prediction rather high.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from jaxsub.core.chain import Chain, Run
+from jaxsub.core.graph import Graph
+
+Piece = tuple[int, int, int, bool]
+"""Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
+
+
+def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+    """For each run the bytes of what it leaves behind that outputs host.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages, none of them inside another.
+
+    Returns:
+        For each run two sums: of values that cross the cut behind it, and of what it saves or keeps.
+
+    Example:
+        >>> from jaxsub.core.chain import Crossing, Stage
+        >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
+        >>> crossings = (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))
+        >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])
+        ((5, 0), (0, 0), (0, 0))
+    """
+    places: dict[int, deque[int]] = {}
+    for stage, s in enumerate(chain.stages):
+        for size in s.gradient_sizes:
+            places.setdefault(size, deque()).append(stage)
+    sizes, totals = sorted(places), [[0, 0] for _ in runs]
+    if places:
+        pieces = ((-size, run, crosses, i, last) for i, (size, run, last, crosses) in enumerate(_pieces(chain, runs)))
+        for negative, run, crosses, _, last in sorted(pieces):  # the largest first
+            for at in range(bisect_left(sizes, -negative), len(sizes)):
+                stages = places[sizes[at]]
+                if stages[0] <= last:
+                    stages.popleft()
+                    if not stages:
+                        sizes.pop(at)
+                    totals[run][0 if crosses else 1] -= negative
+                    break
+    return tuple((crossing, kept) for crossing, kept in totals)
+
+
+def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
+    """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
+    run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]
+    moves = {i for i, run in enumerate(runs) if run.option is not None and min(run.option.saved, default=0) < 0}
+    for c in chain.crossings:
+        reader = run_of[c.last] if c.last < len(run_of) else len(runs)
+        if run_of[c.made] < reader and reader not in moves:  # what goes to the host's memory needs no place here
+            yield from ((size, run_of[c.made], c.made, True) for size in c.sizes)
+    for number, run in enumerate(runs):
+        if run.option is not None:
+            yield from ((size, number, run.start - 1, False) for size in run.option.saved_sizes)
+        elif not run.children:
+            for place in range(run.start, run.stop):
+                stage = chain.stages[place]
+                yield from ((size, number, run.start - 1, False) for size in stage.keep_sizes)
+                if stage.partial_bytes:
+                    yield stage.partial_bytes, number, place, False
+
+
+def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
+    """Bytes of the gradients that a run's backward pass is the first to write: of weights that no later product reads.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    costly = (node for node in graph.nodes[start:stop] if node.is_costly)
+    weights = ((graph.values[v], node) for node in costly for v in {*node.inputs} if graph.values[v].producer is None)
+    return tuple(w.n_bytes for w, node in weights if w.is_differentiated and w.consumers[-1] == node.index)
+
+
+def joined_bytes(graph: Graph, start: int, stop: int) -> int:
+    """Bytes of differentiated inputs that a run reads and others after it too: their gradients are sums.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    read = {v for node in graph.nodes[start:stop] for v in node.inputs}
+    return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
+
+
+def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Gradients that are sums of which a run, the first to read the weight, makes the last part.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The run's first node.
+        stop: The node after its last.
+
+    Returns:
+        For each the bytes of the sum, and of all that stages before in the backward pass add to it.
+    """
+    read = {v for node in graph.nodes[start:stop] for v in node.inputs if graph.is_joined(v, stop)}
+    firsts = [graph.values[v] for v in sorted(read) if graph.values[v].consumers[0] >= start]
+    return tuple((w.n_bytes, w.n_bytes * (len({bisect_right(cuts, c) for c in w.consumers}) - 1)) for w in firsts)
+
+
+def unfenced(chain: Chain) -> Chain:
+    """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
+
+    A GPU may instead make them all when they are added up, from operands that stand until then, whichever is less;
+    then the sums' places host until that.
+    Zeros that it makes ahead, since barriers keep apart the stages that need them, are made where they are used.
+
+    Example:
+        >>> from jaxsub.core.chain import Chain, Stage
+        >>> first, second = Stage(1, 2, joined_bytes=8, summed_bytes=16), Stage(2, 3, joined_bytes=8)
+        >>> stages = (Stage(0, 1), first, second, Stage(3, 4))
+        >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
+        [0, 8, 0, 0]
+    """
+    if not any(s.joined_bytes or s.ahead_bytes or s.turning_bytes for s in chain.stages):
+        return chain
+    operands = sum(s.operand_bytes for s in chain.stages)
+    least = operands + max(s.summed_bytes for s in chain.stages)
+    is_late = operands > 0 and least < sum(s.joined_bytes for s in chain.stages)
+    pile, stages, late = 0, [], Counter(size for s in chain.stages for size in s.summed_sizes if is_late)
+    for s in reversed(chain.stages):
+        adding = pile + s.summed_bytes if is_late else 0
+        own, kept = max(adding, s.transient_bytes + s.turning_bytes + pile), max(adding, s.keep_transient_bytes + pile)
+        early = Counter(s.gradient_sizes)
+        moved = early & late
+        sizes = (*(early - moved).elements(), *(s.summed_sizes if is_late else ()))
+        keep = s.keep_bytes - s.ahead_bytes
+        stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, keep_bytes=keep, gradient_sizes=sizes,
+                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0, turning_bytes=0,
+                              operand_bytes=0))  # fmt: skip
+        pile, late = pile + (s.operand_bytes if is_late else s.joined_bytes - s.summed_bytes), late - moved
+    return replace(chain, stages=tuple(reversed(stages)))
+
+
+def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of each of the values that a region saves beside what it returns.
+
+    Args:
+        graph: The program.
+        start: The region's first node.
+        stop: The node after its last.
+        saved: Offsets of the values from the first that it makes.
+    """
+    first, last = graph.made_by(start, stop).start, graph.last_uses()
+    return tuple(graph.values[first + offset].n_bytes for offset in saved if last[first + offset] < stop)

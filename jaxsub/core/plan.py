@@ -1,0 +1,413 @@
+"""What is decided: `Segment`, `Plan`, and what was measured of it. Plain data, no JAX.
+
+A `Plan` holds node and value indices of one program and that program's fingerprint. It prints, compares, is stored
+as JSON and loaded, and is refused on another function.
+
+The paper's mirror count m(v) (Chen et al. 2016, §4.1) is how often node v may be executed again. In a plan it is the
+number of segments that v stands in, less those that v closes: the node that ends a segment is what the paper keeps
+with m(v) = 0, and in its backward pass nothing asks for its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, cast, get_args, get_type_hints
+
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.decisions import Segment, Way, walk
+from jaxsub.core.graph import Graph
+from jaxsub.core.output_reuse import unfenced
+from jaxsub.core.simulate import check_runs, predict
+from jaxsub.core.timeline import StageTimeline, stage_timeline
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What the compiler reports for the gradient of a function.
+
+    Attributes:
+        temp_bytes: What it allocates beside arguments and outputs; budgets speak of this.
+        argument_bytes: Bytes of the arguments.
+        output_bytes: Bytes of the outputs.
+        alias_bytes: Bytes of outputs that reuse an argument's memory (donation).
+        flops: The compiler's own count; loops are counted once, whatever their length. Where the device is not there
+            those of the traced program, loops with their lengths. `None` where nobody counts.
+        compile_seconds: How long the compile took.
+        target: What it was compiled for, such as `cpu`.
+        host_temp_bytes: What it allocates in host memory, for what is offloaded.
+    """
+
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    flops: float | None
+    compile_seconds: float
+    target: str
+    host_temp_bytes: int = 0
+
+    def __str__(self) -> str:
+        flops = "" if self.flops is None else f", {self.flops:.3g} FLOPs"
+        host = f", {format_bytes(self.host_temp_bytes)} in host memory" if self.host_temp_bytes else ""
+        return (
+            f"{format_bytes(self.temp_bytes)} temporary, {format_bytes(self.argument_bytes)} arguments, "
+            f"{format_bytes(self.output_bytes)} outputs{host}{flops} "
+            f"({self.target}, compiled in {self.compile_seconds:.1f} s)"
+        )
+
+
+def stored_measurement(found: Any) -> Measurement | None:
+    """A measurement from what a store holds; `None` where that is none.
+
+    Example:
+        >>> from dataclasses import asdict
+        >>> measured = Measurement(8, 4, 4, 0, None, 0.5, "cpu")
+        >>> stored_measurement(asdict(measured)) == measured
+        True
+        >>> stored_measurement({"temp_bytes": 8}) is None
+        True
+    """
+    if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measurement)}:
+        return None
+    return Measurement(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One value that a plan keeps from the forward to the backward pass, in words.
+
+    Attributes:
+        label: Its name, shape and source line.
+        n_bytes: Its bytes.
+        count: How many alike are kept.
+        is_offloaded: Whether it is kept in host memory.
+    """
+
+    label: str
+    n_bytes: int
+    count: int
+    is_offloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to save, what to recompute, and where the barriers stand.
+
+    Attributes:
+        fingerprint: The program it belongs to.
+        budget: The budget it was made for.
+        n_nodes: How many nodes the program has.
+        segments: Outermost segments, in order, disjoint.
+        barriers: Nodes in front of which a gradient barrier stands, in order.
+        planner: The planner's name.
+        prediction: What it was expected to cost; `None` for a plan made by hand.
+        plain_prediction: What the program costs without it.
+        measurement: What the compiler reported; `None` before it is verified.
+        plain_measurement: What the compiler reported of the program without it.
+        is_optimal: Whether the planner proved it optimal in its memory model.
+        lower_bound: A certified lower bound on `prediction.extra_flops`, in the same unit, for any schedule of the
+            same stages that needs no more memory; `None` where nobody asked (`jaxsub.plan(..., bound=True)` or
+            `planner="milp"`). That of `jaxsub.planners.milp`, Checkmate's linear relaxation.
+        holdings: What it keeps, largest first, in words.
+        equations: Four hexadecimal digits for each equation of the program it was made for, to name the first that
+            differs where it is refused; empty where nobody noted them.
+        loops: How loops and conditionals run that do not run plainly, in order of their nodes.
+        timeline: What stands in memory step by step; `None` for a plan made by hand.
+        plain_timeline: The same without the plan.
+    """
+
+    fingerprint: str
+    budget: Budget
+    n_nodes: int
+    segments: tuple[Segment, ...] = ()
+    barriers: tuple[int, ...] = ()
+    planner: str = "by hand"
+    prediction: Prediction | None = None
+    plain_prediction: Prediction | None = None
+    measurement: Measurement | None = None
+    plain_measurement: Measurement | None = None
+    is_optimal: bool = False
+    lower_bound: float | None = None
+    holdings: tuple[Holding, ...] = ()
+    loops: tuple[Way, ...] = ()
+    timeline: StageTimeline | None = field(default=None, repr=False)
+    plain_timeline: StageTimeline | None = field(default=None, repr=False)
+    equations: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        faults = list(_segment_faults(self.segments, 0, self.n_nodes))
+        if list(self.barriers) != sorted(set(self.barriers)):
+            faults.append("the barriers are not in order")
+        if outside := [b for b in self.barriers if not 0 <= b < self.n_nodes]:
+            faults.append(f"the barriers {outside} stand outside the program")
+        if any(inner.offloaded for outer in self.segments for inner in walk(outer.children)):
+            faults.append("only outermost segments may save values off the device")
+        if any(set(s.offloaded) - set(s.saved) for s in self.segments):
+            faults.append("what is offloaded must be among what is saved")
+        if faults:
+            raise ValueError("a plan's segments must be disjoint runs of nodes, in order: " + "; ".join(faults))
+
+    @property
+    def mirror_counts(self) -> tuple[int, ...]:
+        """The paper's m(v) for each node: how often it would be executed again were nothing saved inside."""
+        counts = [0] * self.n_nodes
+        for segment in walk(self.segments):
+            for node in range(segment.start, segment.stop - 1):
+                counts[node] += 1
+        return tuple(counts)
+
+    def mirror_counts_in(self, graph: Graph) -> tuple[int, ...]:
+        """The paper's m(v) for Algorithm 2: 0 too for what a segment saves, and for what is read behind its end.
+
+        Where one value crosses each end, as in a plain chain, and nothing is saved inside, these are `mirror_counts`.
+        Of an unrolled recurrent network many cross: were they counted as made again, each copy would ask for the
+        copies of all steps before it.
+
+        Args:
+            graph: The program's.
+
+        Example:
+            >>> from jaxsub.core.graph import graph_of
+            >>> names = {"tanh": [0], "sin": [1], "mul": [1, 2], "add": [1, 3]}
+            >>> skip = graph_of([(name, reads, [8]) for name, reads in names.items()], 1, [4])
+            >>> plan = Plan("f", Budget(), 4, (Segment(0, 3),))
+            >>> plan.mirror_counts, plan.mirror_counts_in(skip)
+            ((1, 1, 0, 0), (0, 1, 0, 0))
+
+        References:
+            Chen et al., 2016, §4.1 and Algorithm 2; `jaxsub.allocator.gradient_graph`.
+        """
+        counts, last = [0] * self.n_nodes, graph.last_uses()
+        for segment in walk(self.segments):
+            saved = set(segment.saved)
+            for node in graph.nodes[segment.start : segment.stop]:
+                counts[node.index] += all(last[v] < segment.stop and v not in saved for v in node.outputs)
+        return tuple(counts)
+
+    @classmethod
+    def from_mirror_counts(cls, counts: Sequence[int], *, fingerprint: str, budget: Budget | None = None) -> Plan:
+        """Make a plan from the user's own m(v), the paper's §4.5 interface.
+
+        A run of nodes with m >= 1 and the node that follows it are a segment; in it, a run with m >= 2 and the node
+        that follows it are a segment inside, and so on.
+
+        Args:
+            counts: m(v) for each node, each at least 0.
+            fingerprint: The program it is for.
+            budget: The budget to record.
+
+        Raises:
+            ValueError: If a count is negative or no integer.
+
+        Example:
+            >>> Plan.from_mirror_counts([1, 1, 0, 1, 0, 0], fingerprint="f").segments == (
+            ...     Segment(0, 3),
+            ...     Segment(3, 5),
+            ... )
+            True
+        """
+        wrong = [f"m({v}) = {m!r}" for v, m in enumerate(counts) if isinstance(m, bool) or int(m) != m or m < 0]
+        if wrong:
+            raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong[:5])}")
+        segments = tuple(_runs_of(counts, 0, len(counts), level=1))
+        barriers = tuple(sorted({s.start for s in walk(segments)} | {s.stop for s in segments if s.stop < len(counts)}))
+        return cls(fingerprint, budget or Budget(), len(counts), segments, barriers, planner="mirror")
+
+    @property
+    def n_regions(self) -> int:
+        """How many `jax.checkpoint` regions it emits."""
+        return sum(1 for _ in walk(self.segments))
+
+    @property
+    def gap(self) -> float | None:
+        """Extra FLOPs over the lower bound, as a share of one forward pass; `None` where no bound is known."""
+        if self.lower_bound is None or self.prediction is None:
+            return None
+        return (self.prediction.extra_flops - self.lower_bound) / max(self.prediction.forward_flops, 1.0)
+
+    def to_json(self) -> str:
+        """Serialise as JSON text."""
+        return json.dumps({"jaxsub_plan": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Load what `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is no plan, or one of another version.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("jaxsub_plan", None) != SCHEMA:
+            raise ValueError(f"this is no jaxsub plan of version {SCHEMA}; make it anew with jaxsub.plan")
+        return cast(Plan, _read(cls, data))
+
+    def save(self, path: str) -> None:
+        """Write the plan to a file, as JSON."""
+        Path(path).write_text(self.to_json(), "utf-8")
+
+    @classmethod
+    def load(cls, path: str) -> Plan:
+        """Read a plan that `save` wrote."""
+        return cls.from_json(Path(path).read_text("utf-8"))
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw what is alive over time, before and after; needs matplotlib.
+
+        Args:
+            ax: The matplotlib axes to draw on; `None` for the current ones.
+
+        Returns:
+            The axes.
+        """
+        from jaxsub.show.plot import plot_plan  # noqa: PLC0415 - shown only when asked
+
+        return plot_plan(self, ax)
+
+    def to_html(self) -> str:
+        """The plan as a page of its own, for a browser."""
+        from jaxsub.show.html import page  # noqa: PLC0415 - shown only when asked
+
+        return page(self)
+
+    def __str__(self) -> str:
+        from jaxsub.show.text import describe  # noqa: PLC0415 - shown only when asked
+
+        return describe(self)
+
+    def _repr_html_(self) -> str:
+        from jaxsub.show.html import fragment  # noqa: PLC0415 - shown only when asked
+
+        return fragment(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("Plan(...)" if cycle else str(self))
+
+
+def plan_from_runs(
+    chain: Chain,
+    runs: Sequence[Run],
+    *,
+    budget: Budget,
+    planner: str,
+    is_optimal: bool = False,
+    lower_bound: float | None = None,
+) -> Plan:
+    """Turn a planner's runs into a plan over nodes.
+
+    Args:
+        chain: The chain the runs are over.
+        runs: The runs; they cover the chain's stages.
+        budget: The budget they were made for.
+        planner: The planner's name.
+        is_optimal: Whether they are proved optimal in the chain's memory model.
+        lower_bound: A certified lower bound on the extra FLOPs, where known.
+
+    Raises:
+        PlannerError: If the runs do not hold together.
+    """
+    check_runs(chain, runs)
+    segments = _moved([s for run in runs for s in _segments(chain, run)])
+    loops = tuple(loop for run in runs for loop in _loops(chain, run))
+    barriers = sorted({chain.stages[start].start for start in _barriers(runs)} - {0})
+    return Plan(
+        chain.fingerprint,
+        budget,
+        chain.stages[-1].stop,
+        segments,
+        tuple(barriers),
+        planner,
+        predict(chain, runs),
+        predict(unfenced(chain), chain.plain()),
+        is_optimal=is_optimal,
+        lower_bound=lower_bound,
+        loops=loops,
+        timeline=stage_timeline(chain, runs),
+        plain_timeline=stage_timeline(unfenced(chain), chain.plain()),
+    )
+
+
+def _segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:
+    at = start
+    for segment in segments:
+        if not at <= segment.start < segment.stop <= stop:
+            yield f"segment {segment.start}:{segment.stop} does not fit in {at}:{stop}"
+        yield from _segment_faults(segment.children, segment.start, segment.stop)
+        at = segment.stop
+
+
+def _runs_of(counts: Sequence[int], start: int, stop: int, level: int) -> Iterator[Segment]:
+    at = start
+    while at < stop:
+        end = at
+        while end < stop and counts[end] >= level:
+            end += 1
+        if end > at:
+            close = min(end + 1, stop)
+            yield Segment(at, close, (), tuple(_runs_of(counts, at, close, level + 1)))
+            at = close
+        else:
+            at += 1
+
+
+def _segments(chain: Chain, run: Run) -> Iterator[Segment]:
+    start, stop = chain.stages[run.start].start, chain.stages[run.stop - 1].stop
+    if run.children:
+        yield Segment(start, stop, (), tuple(s for c in run.children for s in _segments(chain, c)))
+    elif run.option is not None and run.option.is_region:
+        first, option = chain.stages[run.start].first_value, run.option
+        saved, offloaded = (tuple(first + o for o in offsets) for offsets in (option.saved, option.offloaded))
+        yield Segment(start, stop, saved, offloaded=offloaded)
+
+
+def _moved(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """What one segment takes off the device at its entry, no other may save on the device."""
+    entries = {v for s in segments for v in s.offloaded}
+    return tuple(replace(s, offloaded=tuple(v for v in s.saved if v in entries)) for s in segments)
+
+
+def _loops(chain: Chain, run: Run) -> Iterator[Way]:
+    for child in run.children:
+        yield from _loops(chain, child)
+    if run.option is not None:
+        yield from (replace(loop, node=chain.stages[run.start].start + loop.node) for loop in run.option.loops)
+
+
+def _barriers(runs: Sequence[Run]) -> Iterator[int]:
+    for run in runs:
+        if run.option is not None:
+            yield run.start
+        elif run.children:
+            yield run.start
+            yield from _barriers(run.children)
+        else:
+            yield from range(run.start, run.stop)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _read(kind: Any, data: Any) -> Any:
+    """Make a value of a type from what `asdict` and JSON made of it."""
+    if isinstance(kind, UnionType) and isinstance(data, dict):
+        fitting = [k for k in get_args(kind) if is_dataclass(k) and set(_hints(cast(type, k))) == set(data)]
+        kind = fitting[0] if fitting else kind
+    if is_dataclass(kind):
+        hints = _hints(cast(type, kind))
+        return kind(**{name: _read(hints[name], entry) for name, entry in data.items()})  # type: ignore[operator]
+    if isinstance(data, list):
+        return tuple(_read(get_args(kind)[0], entry) for entry in data)
+    return _read(get_args(kind)[0], data) if isinstance(data, dict) else data

@@ -1,0 +1,164 @@
+"""A planner's runs, replayed in exact bytes: what they need, and what they execute again.
+
+A chain and runs that cover its stages go in; out comes the peak of what the compiler will allocate beside arguments and
+outputs, and the FLOPs of what is executed again. `jaxsub.core.timeline` tells the same story step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from jaxsub.core.chain import Chain, Option, Prediction, Run
+from jaxsub.core.errors import PlannerError
+from jaxsub.core.output_reuse import hosted_bytes
+
+
+def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
+    """Refuse runs that do not cover the stages, or that save inside a nest what cannot be saved there.
+
+    Raises:
+        PlannerError: With every fault found.
+    """
+    faults = list(_faults(chain, runs, 0, len(chain.stages), depth=0))
+    if faults:
+        raise PlannerError("the planner's runs do not hold together: " + "; ".join(faults))
+
+
+def may_nest(chain: Chain, option: Option) -> bool:
+    """Whether a region with this option may stand inside a nest."""
+    return not option.saved or (chain.saves_in_nests and not option.offloaded)
+
+
+def _faults(chain: Chain, runs: Sequence[Run], start: int, stop: int, depth: int) -> Iterator[str]:
+    at = start
+    for run in runs:
+        if run.start != at or run.stop <= run.start:
+            yield f"run {run.start}:{run.stop} does not follow on stage {at}"
+        at = run.stop
+        if run.children and run.option is not None:
+            yield f"run {run.start}:{run.stop} is both a region with an option and a nest"
+        if depth and run.option is not None and not may_nest(chain, run.option):
+            where = "off the device " if run.option.offloaded else ""
+            yield f"run {run.start}:{run.stop} saves values {where}inside a nest"
+        if run.children:
+            yield from _faults(chain, run.children, run.start, run.stop, depth + 1)
+    if at != stop:
+        yield f"the runs end at stage {at}, not {stop}"
+
+
+def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
+    """Replay runs in exact bytes.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages.
+
+    Returns:
+        The predicted peak and the FLOPs executed again.
+
+    Raises:
+        PlannerError: If the runs do not hold together.
+
+    Example:
+        >>> from jaxsub.core.chain import Crossing, Stage
+        >>> chain = Chain(
+        ...     (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3)),
+        ...     (),
+        ...     (Crossing(0, 1, 1, 1),),
+        ... )
+        >>> predict(chain, chain.plain()).temp_bytes
+        12
+    """
+    check_runs(chain, runs)
+    peak, at = max(_peaks(chain, runs, stored=0, held=0, is_top=True))
+    found = Prediction(int(peak), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
+    if not chain.seconds_origin:
+        return found
+    step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
+    untimed = () if chain.has_timed_options else tuple(_untimed(chain, runs))
+    return replace(found, extra_seconds=_again(chain, runs, "seconds", True), step_seconds=step,
+                   seconds_origin=chain.seconds_origin, minimises=chain.minimises, untimed=untimed)  # fmt: skip
+
+
+def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
+    """FLOPs that runs execute again.
+
+    A nest costs one forward pass of its stages, of the last one only what its backward pass reads; what stands last
+    in a nest is paid for by that.
+    """
+    return _again(chain, runs, "flops", is_top)
+
+
+def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
+    total = 0.0
+    forward, tail, loop, recompute = (f"{what}_{unit}" for what in ("forward", "tail", "loop", "recompute"))
+    for position, run in enumerate(runs):
+        if run.children:
+            total += sum(getattr(s, forward) for s in chain.stages[run.start : run.stop - 1])
+            total += getattr(chain.stages[run.stop - 1], tail) + _again(chain, run.children, unit, False)
+        elif run.option is not None:
+            is_paid = not is_top and position == len(runs) - 1
+            total += getattr(run.option, loop if is_paid else recompute)
+    return total
+
+
+def _untimed(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Regions of which only FLOPs are known, but for what stands last in a nest: that pays for it."""
+    for position, run in enumerate(runs):
+        yield from _untimed(chain, run.children, is_top=False)
+        if run.option is None or (not is_top and position == len(runs) - 1):
+            continue
+        if not run.option.loops and not run.option.recompute_seconds:
+            yield chain.stages[run.start].start, chain.stages[run.stop - 1].stop, run.option.saved
+
+
+def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bool) -> Iterator[tuple[int, int]]:
+    """Yield (bytes, stage) at every forward and backward step of the runs.
+
+    `stored` is what stands around the scope, its own input included; `held` the cotangents at its end. The last run
+    of a scope starts its backward pass at once, so its forward pass is part of its transient.
+    """
+    before = []
+    hosted = hosted_bytes(chain, runs) if is_top else ()
+    for position, run in enumerate(runs):
+        before.append(stored)
+        is_last = position == len(runs) - 1
+        if not is_last or run.children:
+            yield stored + held + chain.region_forward_bytes(run.start, run.stop), run.start
+        stored += int(chain.crossing_bytes[run.start, run.stop]) + kept_bytes(chain, run)
+        stored -= sum(hosted[position]) if is_top else 0
+    for position, run in reversed(list(enumerate(runs))):
+        is_last = position == len(runs) - 1
+        if run.children:
+            held_inside = chain.held_bytes(run.stop)
+            yield from _peaks(chain, run.children, before[position], held_inside, is_top=False)
+            continue
+        for stage, transient, stored_inside in _backward(chain, run, is_last):
+            around = int(chain.passing_bytes[stage, run.stop if run.option else stage + 1])
+            yield before[position] + stored_inside + transient + around, stage
+
+
+def kept_bytes(chain: Chain, run: Run) -> int:
+    """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
+    if run.children:
+        return sum(s.hoisted_bytes for s in chain.stages[run.start : run.stop])
+    if run.option is not None:
+        return run.option.saved_bytes
+    inside = sum(chain.stages[s].keep_bytes for s in range(run.start, run.stop))
+    crossing = int(chain.crossing_bytes[run.start, run.stop])
+    made = sum(int(chain.crossing_bytes[s, s + 1]) for s in range(run.start, run.stop))
+    return inside + max(0, made - crossing)
+
+
+def _backward(chain: Chain, run: Run, is_last: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (stage, transient, stored inside the run before it) for each backward step of a region or unwrapped run."""
+    if run.option is not None:
+        yield run.start, run.option.transient_bytes, 0
+        return
+    stored = 0
+    for s in range(run.start, run.stop):
+        stage = chain.stages[s]
+        at_once = is_last and s == run.stop - 1
+        yield s, stage.transient_bytes if at_once else stage.keep_transient_bytes, stored
+        stored += stage.keep_bytes + int(chain.crossing_bytes[s, s + 1])

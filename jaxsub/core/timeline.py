@@ -1,0 +1,337 @@
+"""What stands in memory while a plan runs: each step of the forward and backward pass, and what is stored meanwhile.
+
+A chain and a planner's runs go in, a `StageTimeline` comes out. It tells the same story as
+`jaxsub.core.simulate.predict`, whose largest figure is the peak: the most of `live_bytes` is `Prediction.temp_bytes`,
+to the byte. Time is counted in FLOPs, a backward pass as two forward passes; all steps together take three forward
+passes and the plan's `extra_flops`. The pass of a scope's last run turns round at once: its forward and its backward
+pass are one step.
+
+`name_pieces` puts the user's names, shapes and source lines to what is stored. Plain data, no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from jaxsub.core.chain import Chain, Run
+from jaxsub.core.graph import Graph
+from jaxsub.core.output_reuse import hosted_bytes
+from jaxsub.core.simulate import kept_bytes
+
+BACKWARD_FORWARDS = 2.0
+"""A backward pass takes about as long as two forward passes: one product for each of a layer's two gradients."""
+
+NAMED_VALUES = 2
+"""How many of the values that are stored together are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One stage, or one region's stages, run forward, forward again, or backward.
+
+    Attributes:
+        phase: `forward`, `again` (inside the backward pass) or `backward`.
+        start: The first stage.
+        stop: The stage after the last.
+        flops: How long it takes, in FLOPs.
+        transient_bytes: What it allocates for itself.
+        cotangent_bytes: Cotangents that stand meanwhile and are not its own.
+    """
+
+    phase: str
+    start: int
+    stop: int
+    flops: float
+    transient_bytes: int
+    cotangent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is stored from one step to another.
+
+    Attributes:
+        kind: `crossing`: values that later stages read; `saved`: what a region saves inside; `kept`: what the compiler
+            keeps of an unwrapped stage; `moved`: what a region takes off the device, counted as less than nothing.
+        start: The first step at which it stands.
+        stop: The step at which it is gone.
+        first_stage: The first stage of those that made it.
+        stop_stage: The stage after their last.
+        n_bytes: Its bytes.
+        values: Offsets of saved values from the first value the stages make; empty where they are not known so.
+        label: What it is, in words; empty before `name_pieces`.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    first_stage: int
+    stop_stage: int
+    n_bytes: int
+    values: tuple[int, ...] = ()
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The steps at which a region runs.
+
+    Attributes:
+        depth: How many regions it stands in.
+        phase: `forward`, `again` or `backward`.
+        start: Its first step.
+        stop: The step after its last.
+        first_stage: Its first stage.
+        stop_stage: The stage after its last.
+        extra_flops: FLOPs it executes again, what is nested in it left out; of its backward pass only.
+    """
+
+    depth: int
+    phase: str
+    start: int
+    stop: int
+    first_stage: int
+    stop_stage: int
+    extra_flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimeline:
+    """What stands in memory while a plan runs, step by step.
+
+    Attributes:
+        steps: The steps, in order.
+        pieces: What is stored, and from when to when.
+        spans: The regions, and when they run; outer ones before those nested in them.
+        forward_flops: FLOPs of one forward pass through all stages.
+        stage_nodes: The first node of each stage, and the number of nodes last.
+        stage_labels: What each stage is, in words; empty before `name_pieces`.
+    """
+
+    steps: tuple[Step, ...]
+    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...]
+    forward_flops: float
+    stage_nodes: tuple[int, ...]
+    stage_labels: tuple[str, ...] = ()
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """For each step the bytes that stand meanwhile, beside arguments and outputs."""
+        change = [0] * (len(self.steps) + 1)
+        for piece in self.pieces:
+            change[piece.start] += piece.n_bytes
+            change[piece.stop] -= piece.n_bytes
+        own = (s.transient_bytes + s.cotangent_bytes for s in self.steps)
+        return tuple(stored + here for stored, here in zip(accumulate(change), own, strict=False))
+
+    @property
+    def peak_step(self) -> int:
+        """The first step at which most bytes stand; -1 without steps."""
+        live = self.live_bytes
+        return live.index(max(live)) if live else -1
+
+    def alive(self, step: int) -> tuple[Piece, ...]:
+        """What is stored at a step, largest first."""
+        there = (p for p in self.pieces if p.start <= step < p.stop and p.n_bytes > 0)
+        return tuple(sorted(there, key=lambda p: -p.n_bytes))
+
+    def standing(self, step: int) -> tuple[tuple[int, str], ...]:
+        """Bytes and words of all that stands at a step, largest first: what is stored, and what the step works with."""
+        found, sizes = self.steps[step], dict[str, int]()
+        stage = self.stage_labels[found.start] if self.stage_labels else f"stage {found.start}"
+        sizes[f"what `{stage}` works with, {found.phase}"] = found.transient_bytes
+        sizes["cotangents on their way"] = found.cotangent_bytes
+        for piece in self.alive(step):
+            sizes[piece.label] = sizes.get(piece.label, 0) + piece.n_bytes
+        rows = ((n_bytes, words) for words, n_bytes in sizes.items() if n_bytes)
+        return tuple(sorted(rows, key=lambda row: -row[0]))
+
+    def stored_bytes(self, start: int, stop: int) -> int:
+        """Bytes of what stages `start .. stop - 1` store at the top level until their backward pass."""
+        turn = next((i for i, s in enumerate(self.steps) if s.phase == "backward"), len(self.steps))
+        inside = (p for p in self.pieces if start <= p.first_stage and p.stop_stage <= stop)
+        return sum(p.n_bytes for p in inside if p.start <= turn < p.stop or p.stop == turn)
+
+
+def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
+    """Replay runs step by step.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages.
+
+    Example:
+        >>> from jaxsub.core.chain import Crossing, Stage
+        >>> stages = (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3))
+        >>> chain = Chain(stages, (), (Crossing(0, 1, 1, 1),))
+        >>> stage_timeline(chain, chain.plain()).live_bytes
+        (0, 12, 9)
+    """
+    replay = _Replay(chain)
+    replay.scope(runs, held=0, depth=0)
+    nodes = (*(s.start for s in chain.stages), chain.stages[-1].stop)
+    return StageTimeline(tuple(replay.steps), tuple(replay.pieces), tuple(replay.spans), chain.forward_flops, nodes)
+
+
+@dataclass
+class _Replay:
+    """The steps in the order in which `jaxsub.core.simulate.predict` counts them."""
+
+    chain: Chain
+    steps: list[Step] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def scope(self, runs: Sequence[Run], held: int, depth: int) -> None:
+        """Run a scope forward, then backward."""
+        born: list[int] = []
+        hosted = hosted_bytes(self.chain, runs) if not depth else ((0, 0),) * len(runs)
+        stop = runs[-1].stop
+        for run in runs:
+            is_turn = run is runs[-1] and not run.children
+            if not is_turn:
+                self._forward(run, held, depth, stop)
+            born.append(len(self.steps))
+        for position, run in reversed(list(enumerate(runs))):
+            is_last = run is runs[-1]
+            self._store(run, born[position], len(self.steps), hosted[position])
+            first, place = len(self.steps), len(self.spans)
+            if run.children:
+                self.scope(run.children, self.chain.held_bytes(run.stop), depth + 1)
+            else:
+                self._backward(run, is_last, depth)
+            if run.children or (run.option is not None and run.option.is_region):
+                extra = self._extra_flops(run, is_last, depth)
+                self.spans.insert(place, Span(depth, "backward", first, len(self.steps), run.start, run.stop, extra))
+
+    def _forward(self, run: Run, held: int, depth: int, scope_stop: int) -> None:
+        first, phase = len(self.steps), "again" if depth else "forward"
+        for s in range(run.start, run.stop):
+            inside = int(self.chain.crossing_bytes[run.start, s]) + self.chain.stages[s].forward_bytes
+            self.steps.append(Step(phase, s, s + 1, self._forward_flops(s, depth, scope_stop), inside, held))
+        if run.children or (run.option is not None and run.option.is_region):
+            self.spans.append(Span(depth, phase, first, len(self.steps), run.start, run.stop))
+
+    def _store(self, run: Run, born: int, gone: int, hosted: tuple[int, int]) -> None:
+        """What a run leaves behind between its two passes, beside what lies in the places of outputs."""
+        chain = self.chain
+        values = run.option.saved if run.option is not None else ()
+        kept = kept_bytes(chain, run) - hosted[1]
+        kind = "kept" if run.option is None else "saved" if kept >= 0 else "moved"
+        for name, n_bytes, made in (
+            ("crossing", int(chain.crossing_bytes[run.start, run.stop]) - hosted[0], ()),
+            (kind, kept, tuple(v for v in values if (v < 0) == (kept < 0))),
+        ):
+            if n_bytes and gone > born:
+                self.pieces.append(Piece(name, born, gone, run.start, run.stop, n_bytes, made))
+
+    def _backward(self, run: Run, is_last: bool, depth: int) -> None:
+        if run.option is not None:
+            flops = self._extra_flops(run, is_last, depth)
+            for s in range(run.start, run.stop):
+                flops += BACKWARD_FORWARDS * self.chain.stages[s].forward_flops
+                flops += self._forward_flops(s, depth, run.stop) if is_last else 0.0
+            self._backward_step(run.start, run.stop, run.option.transient_bytes, flops)
+            return
+        if is_last:
+            self._turning_stages(run, depth)
+        first, left = len(self.steps), run.stop - run.start
+        for offset, s in enumerate(range(run.start, run.stop - 1)):
+            stage = self.chain.stages[s]
+            for kind, n_bytes in (("crossing", int(self.chain.crossing_bytes[s, s + 1])), ("kept", stage.keep_bytes)):
+                if n_bytes:
+                    self.pieces.append(Piece(kind, first, first + left - 1 - offset, s, s + 1, n_bytes))
+        for s in reversed(range(run.start, run.stop)):
+            stage, turns = self.chain.stages[s], is_last and s == run.stop - 1
+            flops = BACKWARD_FORWARDS * stage.forward_flops
+            flops += self._forward_flops(s, depth, run.stop) if turns else 0.0
+            self._backward_step(s, s + 1, stage.transient_bytes if turns else stage.keep_transient_bytes, flops)
+
+    def _turning_stages(self, run: Run, depth: int) -> None:
+        """The forward pass of the stages before the last in a run that turns round: what is kept of them grows."""
+        phase = "again" if depth else "forward"
+        stored = 0
+        for s in range(run.start, run.stop - 1):
+            stored += self.chain.stages[s].keep_bytes + int(self.chain.crossing_bytes[s, s + 1])
+            self.steps.append(Step(phase, s, s + 1, self.chain.stages[s].forward_flops, stored))
+
+    def _backward_step(self, start: int, stop: int, transient: int, flops: float) -> None:
+        around = int(self.chain.passing_bytes[start, stop])
+        self.steps.append(Step("backward", start, stop, flops, transient, around))
+
+    def _forward_flops(self, stage: int, depth: int, scope_stop: int) -> float:
+        """Of a nested scope's last stage only what its backward pass reads is run again."""
+        found = self.chain.stages[stage]
+        return found.tail_flops if depth and stage == scope_stop - 1 else found.forward_flops
+
+    def _extra_flops(self, run: Run, is_last: bool, depth: int) -> float:
+        if run.children:
+            inside = self.chain.stages[run.start : run.stop]
+            return sum(s.forward_flops for s in inside[:-1]) + inside[-1].tail_flops
+        if run.option is None:
+            return 0.0
+        return run.option.loop_flops if depth and is_last else run.option.recompute_flops
+
+
+def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
+    """Put names, shapes and source lines to what is stored, and to the stages.
+
+    Args:
+        timeline: The timeline of a chain that was made of the graph.
+        graph: The graph.
+
+    Returns:
+        The timeline with labels.
+    """
+    last, nodes = graph.last_uses(), timeline.stage_nodes
+    known: dict[tuple[Any, ...], str] = {}
+
+    def label(piece: Piece) -> str:
+        key = (piece.kind, piece.first_stage, piece.stop_stage, piece.values)
+        if key not in known:
+            made = graph.made_by(nodes[piece.first_stage], nodes[piece.stop_stage])
+            stop = nodes[piece.stop_stage]
+            inside = [made.start + v for v in piece.values if v < len(made)]
+            values = inside or [v for v in made if last[v] >= stop]
+            known[key] = _kept_label(graph, nodes, piece) if piece.kind == "kept" else _values_label(graph, values)
+        return known[key]
+
+    stages = tuple(_stage_label(graph, start, stop) for start, stop in pairwise(nodes))
+    return replace(timeline, pieces=tuple(replace(p, label=label(p)) for p in timeline.pieces), stage_labels=stages)
+
+
+def value_label(graph: Graph, value: int) -> str:
+    """A value in words: its name (its own, or what the user names it next) or its maker, dtype, shape, source line."""
+    v = graph.values[value]
+    node = graph.nodes[v.producer] if v.producer is not None else None
+    dims = ",".join(map(str, v.shape))
+    named = (graph.values[graph.nodes[c].outputs[0]].name for c in v.consumers if graph.nodes[c].primitive == "name")
+    name = v.name or next(named, None) or (node.primitive if node is not None else "input")
+    return f"{name} {v.dtype}[{dims}] {node.source if node is not None else ''}".strip()
+
+
+def _values_label(graph: Graph, values: Iterable[int]) -> str:
+    ordered = sorted(values, key=lambda v: -graph.values[v].n_bytes)
+    counts: dict[str, int] = {}
+    for v in ordered:
+        counts[value_label(graph, v)] = counts.get(value_label(graph, v), 0) + 1
+    shown = [f"{n} x {text}" if n > 1 else text for text, n in list(counts.items())[:NAMED_VALUES]]
+    rest = sum(list(counts.values())[NAMED_VALUES:])
+    return "; ".join(shown) + (f"; and {rest} more" if rest else "")
+
+
+def _kept_label(graph: Graph, nodes: Sequence[int], piece: Piece) -> str:
+    return f"what the compiler keeps of {_stage_label(graph, nodes[piece.first_stage], nodes[piece.stop_stage])}"
+
+
+def _stage_label(graph: Graph, start: int, stop: int) -> str:
+    """What a run of nodes is: its named scope, or the source line of the node with most FLOPs."""
+    inside = graph.nodes[start:stop]
+    heaviest = max(inside, key=lambda node: node.flops)
+    scopes = {node.scope for node in inside}
+    scope = scopes.pop() if len(scopes) == 1 else ""
+    return " ".join(part for part in (scope, heaviest.primitive, heaviest.source) if part)

@@ -1,0 +1,114 @@
+"""Plans inside a loop's body or a branch: from its chain to a few ways to run it, each with what it keeps and needs.
+
+A body is a program like any other: it is cut into stages, and `jaxsub.planners.optimal` plans them. There are two ways
+to use such a plan. Where the step or the branch is a region of its own, the plan nests in it, and what it needs is what
+it is predicted to; its regions save values where JAX saves them in nests. Where it is none, its outermost regions keep
+what they read and save until the backward pass, in every step anew; then the last stage is a region too, since its
+backward pass does not start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Item, Run
+from jaxsub.core.decisions import Inside
+from jaxsub.core.plan import plan_from_runs
+from jaxsub.core.simulate import extra_flops, kept_bytes, may_nest, predict
+from jaxsub.jaxpr.trace import Program
+from jaxsub.partition.cuts import FEW_COSTLY, find_cuts
+from jaxsub.partition.inner_programs import find_nested
+from jaxsub.planners.optimal import solve
+
+BodyChain = Callable[[Program, tuple[int, ...]], Chain]
+"""Prices a body cut into stages."""
+
+MOST_PLANS = 8
+"""Plans of either kind that are offered."""
+
+LESS = 0.85
+"""A plan that executes more again is offered if it needs less than this share of the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyPlan:
+    """One way to run a body or a branch.
+
+    Attributes:
+        inside: The way.
+        is_region: Whether it is meant to nest in a region round the whole.
+        kept_bytes: What it keeps from its forward to its backward pass beside its inputs; 0 in a region.
+        transient_bytes: What its backward pass allocates, the kept included.
+        again_flops: What its backward pass executes again; in a region, beyond what the region itself does.
+    """
+
+    inside: Inside
+    is_region: bool
+    kept_bytes: int
+    transient_bytes: int
+    again_flops: float
+
+
+def body_cuts(body: Program) -> tuple[int, ...]:
+    """Where to cut a body; nowhere if it is too small for a plan of its own to buy anything."""
+    nested = find_nested(body)
+    if not nested and sum(node.is_costly for node in body.graph.nodes) < FEW_COSTLY:
+        return (0, len(body.eqns))
+    return find_cuts(body.graph, required={node + after for node in nested for after in (0, 1)})
+
+
+def body_plans(body: Program, price: BodyChain) -> tuple[BodyPlan, ...]:
+    """Plans for a body, those that nest in a region and those that do not.
+
+    Args:
+        body: The body of a loop, or a branch.
+        price: Prices it, cut into stages.
+
+    Returns:
+        The plans, least FLOPs first; none for a body of one stage.
+    """
+    cuts = body_cuts(body)
+    if len(cuts) < 3:
+        return ()
+    chain = price(body, cuts)
+    return (*_thinned(_nested(chain)), *_thinned(_kept(chain)))
+
+
+def _nested(chain: Chain) -> Iterator[BodyPlan]:
+    items = (Item(i.start, i.stop, tuple(o for o in i.options if may_nest(chain, o))) for i in chain.items)
+    nestable = replace(chain, items=tuple(i for i in items if i.options))
+    for n_bytes, flops, runs in solve(nestable).frontier():
+        yield BodyPlan(_inside(nestable, runs), True, 0, n_bytes, flops)
+
+
+def _kept(chain: Chain) -> Iterator[BodyPlan]:
+    last = len(chain.stages) - 1
+    for _, _, runs in solve(chain).frontier():
+        if runs[-1].option is None and not runs[-1].children and runs[-1].start == last:
+            runs = (*runs[:-1], chain.recompute(last))
+        kept, stored = 0, 0
+        for run in runs:
+            kept += kept_bytes(chain, run)
+            stored += int(chain.crossing_bytes[run.start, run.stop])
+        # what crosses the last cut are the body's results: they stand anyway
+        stored -= int(chain.crossing_bytes[runs[-1].start, runs[-1].stop])
+        found = predict(chain, runs)
+        yield BodyPlan(_inside(chain, runs), False, kept + stored, found.temp_bytes, extra_flops(chain, runs))
+
+
+def _inside(chain: Chain, runs: Sequence[Run]) -> Inside:
+    plan = plan_from_runs(chain, runs, budget=Budget(), planner="optimal")
+    return Inside(plan.segments, plan.barriers, plan.loops)
+
+
+def _thinned(found: Iterator[BodyPlan]) -> list[BodyPlan]:
+    """Of plans those that need less and less, evenly, with what they execute again."""
+    steps: list[BodyPlan] = []
+    for plan in sorted(found, key=lambda p: (p.again_flops, p.kept_bytes + p.transient_bytes)):
+        need = plan.kept_bytes + plan.transient_bytes
+        if not steps or need < LESS * (steps[-1].kept_bytes + steps[-1].transient_bytes):
+            steps.append(plan)
+    chosen = sorted({round(i * (len(steps) - 1) / (MOST_PLANS - 1)) for i in range(MOST_PLANS)}) if steps else []
+    return [steps[i] for i in chosen]

@@ -1,0 +1,113 @@
+"""What kind of work an equation is, for the kernels that it may be part of: see `jaxsub.costs.fusion`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.trace import aval_bytes
+
+VIEWS = frozenset("reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient".split())
+SLOW = frozenset(
+    "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
+)
+"""Elementwise primitives that the compiler does not like to do twice."""
+
+RESHAPES = frozenset("reshape transpose squeeze expand_dims broadcast_in_dim".split())
+TAKEN_IN = frozenset("add add_any sub mul div neg max min exp".split())
+"""Elementwise primitives that a library call for a product takes in on a CPU."""
+
+PLAIN = TAKEN_IN.union(
+    SLOW,
+    "select_n broadcast_in_dim integer_pow convert_element_type iota pad slice concatenate sign abs square".split(),
+    "eq ne lt le gt ge and or not".split(),
+)
+"""Elementwise primitives that are met often."""
+
+REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
+IN_PLACE = frozenset("scatter scatter-add scatter_add dynamic_update_slice".split())
+LOOPS = ("scan", "while", "cond")
+WINDOWS = ("reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
+
+
+def is_view(eqn: Any) -> bool:
+    """Whether an equation makes no new values: its result lies where its operand lies."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        a, v = eqn.invars[0], eqn.outvars[0]
+        return bool(compat.is_var(a)) and math.prod(a.aval.shape) == math.prod(v.aval.shape)
+    return eqn.primitive.name in VIEWS
+
+
+def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
+    """Whether an equation is fused with what reads its result."""
+    return eqn.primitive.name in PLAIN or not (
+        is_costly(eqn)
+        or is_reduction(eqn)
+        or any(not is_fusible(inner, is_cpu) for body in bodies_of(eqn) for inner in body.eqns)
+        or eqn.primitive.name in LOOPS
+        or (len(eqn.outvars) != 1 and (is_cpu or eqn.primitive.name != "split"))
+        or eqn.primitive.name.startswith("scatter")
+        or eqn.primitive.name in WINDOWS
+        or (eqn.primitive.name == "gather" and not is_cpu)
+    )
+
+
+def is_dear(eqn: Any) -> bool:
+    """Whether an elementwise equation is not done again for each element of something larger."""
+    is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])
+    return is_quotient or eqn.primitive.name in SLOW
+
+
+def is_reduction(eqn: Any) -> bool:
+    """Whether an equation sums, or the like, over axes."""
+    return bool(eqn.primitive.name.startswith(REDUCTIONS))
+
+
+def summed_columns(eqn: Any) -> tuple[int, ...] | None:
+    """The axes that an equation sums over where they are not the last; `None` of any other."""
+    axes = eqn.params.get("axes", ()) if is_reduction(eqn) else ()
+    return tuple(axes) if axes and eqn.invars[0].aval.ndim - 1 not in axes else None
+
+
+def is_copied(eqn: Any, place: int) -> bool:
+    """Whether a product or convolution reads a transposed copy: it does not read the operand as it lies."""
+    if eqn.primitive.name == "conv_general_dilated":
+        spec, ndim = eqn.params["dimension_numbers"][place], eqn.invars[place].aval.ndim
+        inner = tuple(range(1, ndim - 1)) if place == 0 else tuple(range(ndim - 2))
+        return tuple(spec) != ((0, ndim - 1, *inner) if place == 0 else (ndim - 1, ndim - 2, *inner))
+    if eqn.primitive.name != "dot_general":
+        return False
+    summed, batched = (axes[place] for axes in eqn.params["dimension_numbers"])
+    ndim, n = eqn.invars[place].aval.ndim, len(summed)
+    first = ndim - n if place == 0 else len(batched)
+    return n > 1 and tuple(summed) != tuple(range(first, first + n))
+
+
+def flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """What a product reads or makes in two dimensions, whatever it has in the program."""
+    if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1][0]:
+        return []
+    return [v for v in (*ins, *eqn.outvars) if compat.is_var(v) and v.aval.ndim > 2]
+
+
+def is_unary(eqn: Any) -> bool:
+    """Whether an equation reads no more than one array of its result's size: to do it again reads nothing more."""
+    size = array_bytes(eqn.outvars[0])
+    return sum(array_bytes(a) >= size for a in set(filter(compat.is_var, eqn.invars))) <= 1
+
+
+def spread_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Operands of an elementwise equation that are spread over some of its result's axes, and the result's shape."""
+    if eqn.primitive.name == "broadcast_in_dim" or len(eqn.invars) < 2:
+        return []
+    shape = eqn.outvars[0].aval.shape
+    return [(a, shape) for a in eqn.invars if compat.is_var(a) and 1 < math.prod(a.aval.shape) < math.prod(shape)
+            and a.aval.ndim == len(shape)]  # fmt: skip
+
+
+def array_bytes(v: Any) -> int:
+    """Bytes of a value; 0 of what is no array."""
+    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0

@@ -1,0 +1,373 @@
+"""Which kernels a compiler makes of equations: what is stored, and what is read inside the kernel that reads it.
+
+The compiler does not store most values of a jaxpr: elementwise chains are computed inside the kernel that reads them.
+A value is *stored* if a product, a convolution, a gather or a loop makes or reads it, if a reduction makes it, or if it
+goes out. Every other value is *virtual*: its reader reads the stored values that it is made of, and prolongs their
+lives. Reshapes, transposes and barriers are views; equations that are the same are one.
+
+On a CPU more is stored. Elementwise work that is slow, such as tanh, is done once where several kernels need it. Sums
+and products are calls of a library, which takes in the elementwise work before a sum only as far as nothing else reads
+it, and reads what is spread over rows, beside a product, as a whole array. A product that sums over several axes reads
+a transposed copy.
+
+On a GPU a product reads what unary work is done on, and does that work itself; what is made in parts (see
+`jaxsub.costs.split_k`) is added up by whatever reads it, but once for all where sums or products read it. Slices of one
+array and look-ups of few of its elements are made of it where they are read.
+
+Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
+`xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
+`xla/backends/gpu/transforms/gemm_fusion.cc`; and programs that it compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxsub.costs.fusible import (
+    IN_PLACE,
+    RESHAPES,
+    SLOW,
+    TAKEN_IN,
+    array_bytes,
+    flattened,
+    is_copied,
+    is_dear,
+    is_fusible,
+    is_reduction,
+    is_unary,
+    is_view,
+    spread_operands,
+    summed_columns,
+)
+from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
+from jaxsub.costs.split_k import n_parts, padded, product_of
+from jaxsub.devices.targets import Target
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of, is_costly
+
+LARGE = 2**20
+"""Elements of the products that a CPU's library joins with sums of them: by trial, between 0.8 and 1.2 million."""
+
+PARTS = "parts"
+"""What the parts of a product are named by, beside the product."""
+
+
+@dataclass(slots=True, eq=False)
+class Lives:
+    """The kernels of a run of equations.
+
+    Attributes:
+        eqns: The equations, in order.
+        given: Variables that stand at the start.
+        outputs: Variables that must stand at the end.
+        alias: Variables that are other variables.
+        is_cpu: Whether to compile for a CPU rather than a GPU.
+        gpu: The GPU, which makes some products in parts; `None` where none does.
+        stored: The variables that kernels make.
+        kernels: The kernels, in the order of the equations.
+    """
+
+    eqns: Sequence[Any]
+    given: Sequence[Any]
+    outputs: Sequence[Any]
+    alias: dict[Any, Any]
+    is_cpu: bool = True
+    gpu: Target | None = None
+    stored: set[Any] = field(init=False, default_factory=set)
+    kernels: list[Kernel] = field(init=False, default_factory=list)
+    _bases: dict[Any, Any] = field(init=False, default_factory=dict)
+    _readers: dict[Any, set[int]] = field(init=False, default_factory=dict)
+    _through: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _plain: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _wholes: dict[Any, int] = field(init=False, default_factory=dict)
+    _beside: dict[Any, list[Any]] = field(init=False, default_factory=dict)
+    _remade: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _reshaped: set[Any] = field(init=False, default_factory=set)
+    _flat: set[Any] = field(init=False, default_factory=set)
+    _direct: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _spread: dict[Any, set[int]] = field(init=False, default_factory=dict)
+    _makers: dict[Any, Any] = field(init=False, default_factory=dict)
+    _elementwise: dict[int, bool] = field(init=False, default_factory=dict)
+    _parts: dict[Any, int] = field(init=False, default_factory=dict)
+    _work: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
+        self._merge()
+        if self.is_cpu:
+            self._absorb()
+        self._store()
+        self._fuse()
+
+    def base(self, atom: Any) -> Any:
+        """The variable that an atom is, or is a view of."""
+        found = self._bases.get(atom)
+        while found is not None:
+            atom, found = found, self._bases.get(found)
+        return atom
+
+    def ends(self) -> set[Any]:
+        """The buffers of the outputs."""
+        return {self.base(v) for v in self.outputs if compat.is_var(v)}
+
+    def reads(self, eqn: Any) -> frozenset[Any]:
+        """The stored variables that an equation reads, through what is fused with it."""
+        return self._roots(self._through, eqn)
+
+    def _roots(self, roots: dict[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
+        return frozenset().union(*(roots.get(self.base(a), ()) for a in eqn.invars if compat.is_var(a)))
+
+    def stores(self, eqn: Any) -> bool:
+        """Whether an equation makes something that is stored, rather than read inside the kernel that reads it."""
+        return any(v in self.stored and self.base(v) is v for v in eqn.outvars)
+
+    def _merge(self) -> None:
+        """Find views, and equations that are the same; note who reads what."""
+        seen: dict[Any, Any] = {}
+        for position, eqn in enumerate(self.eqns):
+            ins = [self.base(a) if compat.is_var(a) else _literal(a) for a in eqn.invars]
+            if is_view(eqn):
+                for v, atom, base in zip(eqn.outvars, eqn.invars, ins, strict=False):
+                    if compat.is_var(atom):
+                        self._bases[v] = base
+                        if eqn.primitive.name in RESHAPES or self.alias.get(atom, atom) in self._reshaped:
+                            self._reshaped.add(v)
+                continue
+            self._elementwise[position] = is_elementwise = is_fusible(eqn, self.is_cpu)
+            if is_elementwise and (key := _key(eqn, ins)) is not None:
+                if key in seen:
+                    self._bases.update(zip(eqn.outvars, seen[key], strict=True))
+                    continue
+                seen[key] = eqn.outvars
+            self._work.append(position)
+            self._makers.update((v, eqn) for v in eqn.outvars)
+            self._flat.update(flattened(eqn, ins))
+            if self.gpu is not None and (parts := n_parts(eqn, self.gpu)) > 1:
+                self._parts[eqn.outvars[0]] = parts
+            for v in filter(compat.is_var, ins):
+                self._readers.setdefault(v, set()).add(position)
+            for w, shape in spread_operands(eqn) if is_elementwise and self.is_cpu else ():
+                self._spread.setdefault((self.base(w), shape), set()).add(position)
+
+    def _absorb(self) -> None:
+        """Let products take in what alone is made of them element by element: it takes their place."""
+        ends, gone = self.ends(), set[int]()
+        for position in self._work:
+            eqn = self.eqns[position]
+            if eqn.primitive.name != "dot_general":
+                continue
+            product = eqn.outvars[0]
+            while eqn.outvars[0] not in ends:
+                made = eqn.outvars[0]
+                readers = self._readers.get(made, set())
+                works = [p for p in readers if not is_reduction(self.eqns[p])]
+                eqn = self.eqns[works[0]] if len(works) == 1 else None
+                if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
+                    break
+                gone.add(works[0])
+                self._bases[eqn.outvars[0]] = product
+                self._beside.setdefault(product, []).extend(a for a in eqn.invars if compat.is_var(a))
+                later = self._readers.get(eqn.outvars[0], set())
+                self._readers[product] = (self._readers[product] - {works[0]}) | later
+        self._work = [p for p in self._work if p not in gone]
+
+    def _store(self) -> None:
+        """Decide what is stored, the last equations first."""
+        self.stored |= self.ends() | set(self.given)
+        absorbed: set[Any] = set()
+        homes: dict[Any, frozenset[int]] = {}
+        for position in reversed(self._work):
+            eqn = self.eqns[position]
+            ins = [self.base(a) for a in eqn.invars if compat.is_var(a)]
+            if not self._elementwise[position]:
+                self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
+                if not is_reduction(eqn):
+                    self.stored.update(self._operand(eqn, v) for v in ins if not self._looks_through(eqn))
+                elif self.is_cpu or self._parts:
+                    absorbed.update(ins)
+                continue
+            v = eqn.outvars[0]
+            at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
+            is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
+            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (is_dear(eqn) and self._is_spread(v))
+            if self.is_cpu and (is_shared or is_slow) and v.aval.shape:
+                self.stored.add(v)
+            elif v in absorbed and v not in self.stored:
+                absorbed.update(ins)
+            homes[v] = at
+
+    def _operand(self, eqn: Any, v: Any) -> Any:
+        """What a GPU's product reads where it would read a value: unary work it does itself, again if need be."""
+        is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
+        while is_fused and v not in self.stored and (maker := self._makers.get(v)) is not None:
+            reads = [a for a in maker.invars if compat.is_var(a)]
+            if len(reads) != 1 or reads[0].aval.shape != v.aval.shape or not is_fusible(maker, False):
+                break
+            v = self.base(reads[0])
+        return v
+
+    def _looks_through(self, eqn: Any) -> bool:
+        """Whether it is a look-up of fewer elements than there are: a GPU makes just those that it looks up."""
+        is_gather = eqn.primitive.name == "gather" and not self.is_cpu
+        return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
+
+    def _is_spread(self, v: Any) -> bool:
+        """Whether something larger is made of a value, each of its elements read more than once."""
+        readers = (self.eqns[p].outvars[0].aval for p in self._readers.get(v, ()) if self._elementwise[p])
+        return any(math.prod(aval.shape) > math.prod(v.aval.shape) for aval in readers)
+
+    def _home(self, position: int, homes: dict[Any, frozenset[int]]) -> frozenset[int]:
+        """The kernels that an equation ends up in."""
+        made = self.eqns[position].outvars  # none where an equation only has an effect
+        is_own = not made or made[0] in self.stored
+        return frozenset([position]) if is_own else homes.get(made[0], frozenset())
+
+    def _fuse(self) -> None:
+        """Make the kernels."""
+        for v in self.given:
+            self._through[v] = self._direct[v] = self._plain[v] = frozenset([v])
+        for position in self._work:
+            eqn = self.eqns[position]
+            if self._elementwise[position]:
+                self._fuse_elementwise(position, eqn)
+                continue
+            if eqn.outvars and eqn.outvars[0] in self._parts:
+                self._split(position, eqn)
+                continue
+            for v in eqn.outvars:
+                self._through[v] = self._direct[v] = frozenset([v])
+                self._plain[v] = frozenset() if v in self._flat else frozenset([v])
+            if is_reduction(eqn) or self._looks_through(eqn):
+                self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
+            else:
+                self._call(position, eqn)
+        for v, shape in sorted(self._wholes, key=lambda whole: self._wholes[whole]):
+            self._spread_out(self._wholes[v, shape], v, shape)
+
+    def _call(self, position: int, eqn: Any) -> None:
+        """Add a product, or what else is no elementwise work, and what it takes in."""
+        product = eqn.outvars[0] if eqn.outvars else None
+        beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
+        wholes = self._awaited(product)
+        self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
+        over = [self.base(eqn.invars[0])] if eqn.primitive.name in IN_PLACE else []
+        reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
+        self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over))
+
+    def _split(self, position: int, eqn: Any) -> None:
+        """Add a product in parts, and their sum: fused with what reads it, unless it is stored."""
+        v, product = eqn.outvars[0], product_of(eqn)
+        parts, length = self._parts[v], padded(product, self._parts[v])
+        reads = [self._operand(eqn, self.base(a)) for a in eqn.invars if compat.is_var(a)]
+        if length > product.summed:
+            copies = [
+                ((a, position), frozenset([a]), array_bytes(a) * length // product.summed) for a in dict.fromkeys(reads)
+            ]
+            self.kernels += [Kernel(position, (copy,), of, (size,)) for copy, of, size in copies]
+            reads = [copy for copy, _, _ in copies]
+        size = parts * math.prod(v.aval.shape) * product.sum_bytes
+        self.kernels.append(Kernel(position, ((v, PARTS),), frozenset(reads), (size,)))
+        roots = frozenset([(v, PARTS)])
+        if v in self.stored:
+            self.kernels.append(Kernel(position, (v,), roots, (array_bytes(v),), shape=v.aval.shape))
+            roots = frozenset([v])
+        self._through[v] = self._direct[v] = roots
+        self._plain[v] = frozenset([v]) if v in self.stored else frozenset()
+
+    def _fuse_elementwise(self, position: int, eqn: Any) -> None:
+        """Fuse an elementwise equation with its readers; of what is stored, a reader may do again what is unary."""
+        reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
+        for v in eqn.outvars:
+            is_stored = v in self.stored
+            is_remade = not is_stored or (is_unary(eqn) and eqn.primitive.name not in SLOW)
+            self._remade[v] = frozenset([v]) if eqn.primitive.name in SLOW else reads
+            self._plain[v] = frozenset([v]) if is_stored else plain
+            self._direct[v] = frozenset([v]) if is_stored else direct
+            self._through[v] = reads if is_remade else frozenset([v])
+            if is_stored:
+                self._add([v], reads, position, frozenset() if self.is_cpu and v in self._flat else plain & reads)
+
+    def _plain_roots(self, eqn: Any) -> frozenset[Any]:
+        """The stored variables of the same shape that an elementwise equation reads element by element."""
+        shape = eqn.outvars[0].aval.shape
+        ins = [self.alias.get(a, a) for a in eqn.invars if compat.is_var(a) and a.aval.shape == shape]
+        return frozenset().union(*(self._plain.get(self.base(v), ()) for v in ins if v not in self._reshaped))
+
+    def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
+             over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
+        eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
+        inner = inner_peak(eqn, self.is_cpu)
+        is_late = self._elementwise[position] and all(
+            self.base(a) in self.stored for a in eqn.invars if compat.is_var(a)
+        )
+        shape = made[0].aval.shape if self._elementwise[position] else None
+        if (axes := summed_columns(eqn)) is not None:
+            shape = eqn.invars[0].aval.shape
+        self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes))
+
+    def _laid_out(self, position: int, eqn: Any) -> Iterable[Any]:
+        """The buffers that a product reads: some of its operands are copied for it."""
+        for place, atom in enumerate(eqn.invars):
+            if not compat.is_var(atom):
+                continue
+            v = self._operand(eqn, self.base(atom))
+            is_shared = len(self._readers[v]) > 1 or v not in self._remade
+            if self.is_cpu and is_copied(eqn, place) and is_shared:
+                reads = self._remade.get(v, frozenset([v]))
+                self.kernels.append(Kernel(position, ((v, position),), reads, (array_bytes(v),)))
+                yield (v, position)
+            else:
+                yield v
+
+    def _awaited(self, product: Any) -> frozenset[Any]:
+        """What is spread over rows beside a product and elsewhere too: the library reads it as a whole array."""
+        if not self.is_cpu or not self._is_product(product) or math.prod(product.aval.shape) < LARGE:
+            return frozenset()
+        readers = sorted(self._readers.get(product, ()))
+        return frozenset((self.base(w), shape) for r in readers for w, shape in spread_operands(self.eqns[r])
+                         if len(self._spread[self.base(w), shape]) > 1)  # fmt: skip
+
+    def _spread_out(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
+        """Make a whole array of what is spread over rows, as soon as it is there."""
+        size = math.prod(shape) * v.aval.dtype.itemsize
+        self.kernels.append(Kernel(position, ((v, shape),), self._through.get(v, frozenset()), (size,)))
+
+    def _is_product(self, v: Any) -> bool:
+        """Whether a product makes a value, and only elementwise work reads it."""
+        is_product = v in self._makers and self._makers[v].primitive.name == "dot_general"
+        return is_product and all(self._elementwise[p] for p in self._readers.get(v, ()))
+
+
+def is_part(buffer: Any) -> bool:
+    """Whether a buffer holds a product in parts."""
+    return isinstance(buffer, tuple) and buffer[1] == PARTS
+
+
+def inner_peak(eqn: Any, is_cpu: bool) -> int:
+    """What the programs inside an equation allocate."""
+    if not (bodies := bodies_of(eqn)) or not is_costly(eqn):
+        return 0
+    peaks = []
+    for body in bodies:
+        outputs = [v for v in compat.open_jaxpr(body).outvars if compat.is_var(v)]
+        lives = Lives(body.eqns, (), outputs, {}, is_cpu)
+        peaks.append(peak_bytes(schedule(lives.kernels, (), is_cpu), {}, lives.ends(), set()))
+    return max(peaks)
+
+
+def _literal(atom: Any) -> Any:
+    value = getattr(atom, "val", None)
+    return ("literal", str(value)) if getattr(value, "size", 1) == 1 else atom
+
+
+def _key(eqn: Any, ins: Sequence[Any]) -> Any:
+    """What tells two elementwise equations apart; `None` where that cannot be said."""
+    key = (eqn.primitive.name, tuple(ins), tuple(v.aval.shape for v in eqn.outvars), tuple(eqn.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,54 @@
+"""What the compiler makes for a region's backward pass ahead of time: arrays that wait for nothing.
+
+The gradient of a look-up is scattered into zeros, that of a pooling into zeros found by arrays of indices. A CPU makes
+such arrays when the program starts. A GPU makes them where they are used; but zeros of one shape it makes in one kernel
+for all that use them, when the first is needed, and those of the other stages stand from then on.
+
+What is asked of the compiler is said here; `jaxsub.costs.probes.hoist_probe` asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from jaxsub.jaxpr.flops import primitives_in
+from jaxsub.partition.min_cut import TracedRun
+
+SCATTERS = frozenset(("scatter-add", "scatter_add"))
+HOISTING = SCATTERS | {"select_and_scatter_add", "scan"}
+"""Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
+
+TOGETHER = "hoisted_together"
+"""The probe that asks what stands because several stages need alike zeros: unwrapped ones too, behind barriers."""
+
+Shape = tuple[tuple[int, ...], Any]
+
+
+def hoisting(run: TracedRun, shared: frozenset[Shape], *, is_cpu: bool) -> str:
+    """What to ask the compiler of a run: the name of a probe, empty where nothing is made ahead of time.
+
+    Args:
+        run: The run.
+        shared: Shapes of zeros that several stages scatter into.
+        is_cpu: Whether to compile for a CPU rather than a GPU.
+    """
+    if not is_cpu and _zeros(run) & shared:
+        return TOGETHER
+    return "hoisted" if not HOISTING.isdisjoint(_names(run)) else ""
+
+
+def shared_zeros(runs: Iterable[TracedRun]) -> frozenset[Shape]:
+    """Shapes and dtypes of zeros that the backward passes of more than one of some runs scatter into."""
+    counts = Counter(shape for run in runs for shape in _zeros(run))
+    return frozenset(shape for shape, count in counts.items() if count > 1)
+
+
+def _names(run: TracedRun) -> frozenset[str]:
+    return frozenset(name for eqn in run.backward for name in primitives_in(eqn))
+
+
+def _zeros(run: TracedRun) -> frozenset[Shape]:
+    made = (eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS)
+    return frozenset((tuple(aval.shape), aval.dtype) for aval in made)

@@ -1,0 +1,274 @@
+"""How long runs of equations take: from a target's figures, or measured on the device that is there.
+
+**Roofline** (Williams, Waterman, Patterson, *Roofline: an insightful visual performance model*, CACM 2009): what stores
+its result takes as long as its arithmetic at the target's rate for the dtype, on tensor cores where it is matrix
+products, or as its memory traffic at the target's bandwidth, whichever is longer. What the compiler fuses
+(`jaxsub.costs.live_ranges`) costs nothing itself: whoever stores the result of the fusion reads its roots. Peaks, not
+what a program reaches: launches, caches and how well a kernel fills the device are left out, so that only ratios mean
+much.
+
+**Profiled**: forward and backward pass of a stage are compiled for the device in use and timed, the median of several
+runs; what an option executes again is the measured forward pass times its share of that pass by roofline.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub.core.chain import Chain, Option
+from jaxsub.core.disk_cache import Store, key_of
+from jaxsub.core.errors import PlannerError, UnsupportedError
+from jaxsub.costs.fusion import Lives
+from jaxsub.costs.live_ranges import recomputed
+from jaxsub.devices.targets import Target
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
+from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.partition.min_cut import TracedRun, read_avals, run_function, vjp_of
+
+MATMULS = frozenset(
+    "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul dot_product_attention_fwd".split()
+)
+"""Primitives that tensor cores do."""
+
+RUNS = 7
+"""Timed runs of each pass, one after the other in turn; the first, which warms caches up, is not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """How long the passes of one stage take.
+
+    Attributes:
+        forward: Its forward pass.
+        backward: Its backward pass, nothing executed again.
+        scale: Measured over roofline; 1 where nothing was measured.
+    """
+
+    forward: float
+    backward: float
+    scale: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Clock:
+    """Says how long the runs of one program take on one target; each distinct run is looked at once.
+
+    Attributes:
+        program: The program.
+        target: The device.
+        is_profiled: Whether stages are timed, rather than taken by roofline.
+        store: Where measured times are remembered between processes, or `None`.
+        progress: Called with a label as a stage is timed.
+    """
+
+    program: Program
+    target: Target
+    is_profiled: bool
+    store: Store | None
+    progress: Callable[[str], None]
+    _stages: dict[Any, StageSeconds] = field(init=False, default_factory=dict)
+    _backward: dict[Any, float] = field(init=False, default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        """Where its figures come from, as in `jaxsub.core.chain.Prediction`."""
+        nominal = ", nominal" if self.target.origin == "nominal" else ""
+        return "profiled" if self.is_profiled else f"roofline{nominal}"
+
+    def stage(self, kind: Any, run: tuple[int, int], traced: TracedRun, most: Sequence[int]) -> StageSeconds:
+        """How long the passes of a stage take.
+
+        Args:
+            kind: What makes two stages alike.
+            run: Its first node, and the node after its last.
+            traced: The stage.
+            most: Offsets of the values that the choice saves which executes least again.
+        """
+        if kind not in self._stages:
+            forward = eqns_seconds(traced.forward, traced.inputs, traced.returned, self.target)
+            found = StageSeconds(forward, backward_seconds(traced, most, self.target))
+            if self.is_profiled:
+                measured = self._profiled(kind, run)
+                found = StageSeconds(*measured, measured[0] / forward if forward else 1.0)
+            self._stages[kind] = found
+        return self._stages[kind]
+
+    def again(self, kind: Any, traced: TracedRun, saved: tuple[int, ...], most: tuple[int, ...]) -> float:
+        """By roofline, how much longer a backward pass takes than that of the choice which executes least again."""
+        for choice in (saved, most):
+            if (kind, choice) not in self._backward:
+                self._backward[kind, choice] = backward_seconds(traced, choice, self.target)
+        return max(0.0, self._backward[kind, saved] - self._backward[kind, most])
+
+    def _profiled(self, kind: Any, run: tuple[int, int]) -> tuple[float, float]:
+        require_present(self.target)
+        key = key_of("seconds", self.target.name, platform.processor(), str(os.cpu_count()), repr(kind))
+        known = self.store.get(key) if self.store is not None else None
+        if not isinstance(known, list) or len(known) != 2:
+            known = profile(self.program, *run, self.target)
+            self.progress("the time of a stage")
+            if self.store is not None:
+                self.store.put(key, known)
+        return known[0], known[1]
+
+
+def by_seconds(chain: Chain) -> Chain:
+    """The same chain with FLOPs weighed by how long they take: who plans it minimises seconds.
+
+    A forward pass has as many FLOPs as before; each of its parts has the share of them that it has of the seconds.
+
+    Args:
+        chain: A chain with seconds.
+
+    Raises:
+        PlannerError: If nobody knows how long anything takes.
+
+    Example:
+        >>> from jaxsub.core.chain import Stage
+        >>> chain = Chain((Stage(0, 1, 0, 9.0, 9.0, forward_seconds=1.0), Stage(1, 2, forward_seconds=4.0)), (), ())
+        >>> [stage.forward_flops for stage in by_seconds(chain).stages]
+        [2.0, 8.0]
+    """
+    seconds = sum(stage.forward_seconds for stage in chain.stages)
+    if seconds <= 0:
+        raise PlannerError("this chain says how many FLOPs its stages take, and not how many seconds")
+    rate = chain.forward_flops / seconds
+
+    def weighed(option: Option) -> Option:
+        return replace(option, recompute_flops=rate * option.recompute_seconds, loop_flops=rate * option.loop_seconds)
+
+    stages = tuple(replace(s, forward_flops=rate * s.forward_seconds, tail_flops=rate * s.tail_seconds)
+                   for s in chain.stages)  # fmt: skip
+    items = tuple(replace(item, options=tuple(map(weighed, item.options))) for item in chain.items)
+    return replace(chain, stages=stages, items=items, minimises="seconds")
+
+
+def backward_seconds(traced: TracedRun, saved: Sequence[int], target: Target) -> float:
+    """How long the backward pass of a region takes at least, with what it executes again.
+
+    What is elementwise is fused into what reads it: it costs reading what it is made of instead of its result.
+
+    Args:
+        traced: The run.
+        saved: Offsets of the values it saves.
+        target: The device.
+    """
+    again, stored = recomputed(traced, frozenset(saved))
+    return eqns_seconds((*again, *traced.backward), (*traced.inputs, *stored, *traced.cotangents),
+                        traced.backward_outputs, target, traced.aliases)  # fmt: skip
+
+
+def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], target: Target,
+                 alias: dict[Any, Any] | None = None) -> float:  # fmt: skip
+    """Seconds by roofline of equations executed in order.
+
+    Args:
+        eqns: The equations.
+        inputs: Variables that stand in memory.
+        outputs: Atoms that must be stored.
+        target: The device.
+        alias: Variables that are other variables.
+
+    Example:
+        >>> from jaxsub.devices.targets import get_target
+        >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(*[jnp.ones((4096, 4096), "bfloat16")] * 2)
+        >>> spent = eqns_seconds(jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, get_target("h100"))
+        >>> f"{spent * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
+        '159 us for 137 GFLOPs and two passes over 32 MiB'
+    """
+    lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
+    return sum(_seconds(eqn, lives.reads(eqn), lives.stores(eqn), target) for eqn in eqns)
+
+
+def _seconds(eqn: Any, reads: Iterable[Any], is_stored: bool, target: Target) -> float:
+    bodies = bodies_of(eqn)
+    if bodies and is_costly(eqn):
+        spent = [
+            eqns_seconds(b.eqns, compat.open_jaxpr(b).invars, compat.open_jaxpr(b).outvars, target) for b in bodies
+        ]
+        if eqn.primitive.name == "cond":
+            return max(spent)
+        return sum(spent) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    if not is_stored:
+        return 0.0
+    moved = sum(_bytes(v) for v in reads) + sum(_bytes(v) for v in eqn.outvars)
+    dtype = next((str(a.aval.dtype) for a in eqn.invars if hasattr(a.aval, "dtype")), "float32")
+    rate = target.rate(dtype, is_matmul=eqn.primitive.name in MATMULS)
+    return max(flops_of(eqn).total / rate, moved / target.bytes_per_second)
+
+
+def _bytes(v: Any) -> int:
+    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
+
+
+def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:
+    """Time the passes of a run of nodes on the device that is there.
+
+    Args:
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        target: The device.
+
+    Returns:
+        Seconds of the forward and of the backward pass, medians of several runs.
+
+    Raises:
+        UnsupportedError: If the device is not there.
+    """
+    require_present(target)
+    function = run_function(program, start, stop)
+    inputs = [_array(a) for a in read_avals(program, function)]
+
+    def both(*inputs: Any) -> Any:
+        outs, pullback = vjp_of(function, function.call, inputs)
+        return outs, pullback(tuple(jnp.ones_like(o) for o in outs))
+
+    forward, whole = _median_seconds((function.call, both), inputs, target)
+    return forward, max(0.0, whole - forward)
+
+
+def require_present(target: Target) -> None:
+    """Refuse to time a device that is not there.
+
+    Raises:
+        UnsupportedError: If the device is not there.
+    """
+    if not target.is_present:
+        raise UnsupportedError(
+            f"profile=True measures stages on the device in use, and `{target.name}` is not there. Plan on a machine "
+            'that has it, or pass profile="roofline" to minimise seconds by its published figures.'
+        )
+
+
+def _array(aval: Any) -> Any:
+    """Something to run on; what it holds does not change how long it takes."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        impl: list[Any] = []
+        jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), aval)  # it takes keys, not their shape
+        return jax.random.split(jax.random.key(0, impl=impl[0]), aval.shape)
+    return jnp.ones(aval.shape, aval.dtype)
+
+
+def _median_seconds(functions: Sequence[Any], inputs: Sequence[Any], target: Target) -> list[float]:
+    """Median times of functions, run in turn, so that what else the machine does falls on all alike."""
+    options: Any = (compat.cpu_compiler_options() if target.platform == "cpu" else {}) or None
+    spent: list[list[float]] = [[] for _ in functions]
+    with jax.default_device(target.device):
+        calls = [jax.jit(f).lower(*inputs).compile(compiler_options=options) for f in functions]
+        for _ in range(RUNS + 1):
+            for call, times in zip(calls, spent, strict=True):
+                begin = time.perf_counter()
+                jax.block_until_ready(call(*inputs))
+                times.append(time.perf_counter() - begin)
+    return [statistics.median(times[1:]) for times in spent]

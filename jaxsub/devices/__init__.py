@@ -1,0 +1,1 @@
+"""The device to compile for, present or absent, and what its compiler allocates."""

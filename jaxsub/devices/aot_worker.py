@@ -1,0 +1,115 @@
+"""The process that compiles for GPUs that are not there: a script that `jaxsub.devices.aot` starts, never imported.
+
+JAX gives out such a device only where its platform was set to the CPU before its backends started. A user's process
+may have started them already, so the work is done here. Each request on stdin is a line of JSON, then a program as
+`jax.export` serialises it; each answer on stdout is a line of JSON. It ends with its stdin, or, in the middle of a
+compile too, with the process that it works for.
+"""
+
+import functools
+import json
+import math
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+if __name__ == "__main__":  # before JAX is found and can print anything
+    ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    FOUND = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = FOUND["path"]
+
+import jax
+import jax.export
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+NO_TILES = "output tile sizes"
+FIELDS = tuple(f"{what}_size_in_bytes" for what in ("temp", "argument", "output", "alias", "host_temp"))
+
+
+@functools.cache
+def devices_of(spec: str, n_devices: int) -> list[Any]:
+    """Compile-only devices of one host."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=spec, topology=f"1x1x{n_devices}")
+    return list(topology.devices)
+
+
+def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[str, Any] | None) -> list[Any]:
+    """Where each argument lies: on the one device, or as it was exported over the mesh."""
+    if mesh is None:
+        return [SingleDeviceSharding(devices[0])] * len(exported.in_avals)
+    types = tuple(getattr(AxisType, name) for name in mesh["types"])
+    grid = np.array(devices[: math.prod(mesh["sizes"])]).reshape(mesh["sizes"])
+    made = Mesh(grid, tuple(mesh["names"]), axis_types=types)
+    everywhere = NamedSharding(made, PartitionSpec())
+    return [sharding or everywhere for sharding in exported.in_shardings_jax(made)]
+
+
+def compile_lowered(
+    lowered: Any, options: dict[str, Any] | None = None, *, writes_products: bool = True
+) -> tuple[Any, bool]:
+    """Compile; where XLA would write a product's kernel itself and finds no tiles for it, leave products to cuBLAS.
+
+    With a GPU at hand XLA tries such kernels and passes over those that do not work; without one it takes the first.
+
+    Args:
+        lowered: What to compile.
+        options: XLA's options.
+        writes_products: Whether XLA may write kernels of products at all.
+
+    Returns:
+        The compiled program, and whether its products were left to cuBLAS.
+    """
+    options = options or {}
+    try:
+        if writes_products:
+            return lowered.compile(compiler_options=options), False
+    except jax.errors.JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+    return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False}), True
+
+
+def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
+    """Compile a serialised program and account for its memory, in bytes per device."""
+    exported = jax.export.deserialize(bytearray(program))
+    shardings = shardings_of(exported, devices_of(request["spec"], request["n_devices"]), request["mesh"])
+    args = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
+    compiled, leaves_products = compile_lowered(jitted.lower(*args), writes_products=request["writes_products"])
+    memory = compiled.memory_analysis()
+    return {name: int(getattr(memory, name)) for name in FIELDS} | {"leaves_products": leaves_products}
+
+
+def end_with(process: int) -> None:
+    """End this process soon after its parent has: nobody waits for what it compiles, which may take long."""
+    while os.getppid() == process:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(parent: int) -> None:
+    """Answer a parent's requests until there are no more."""
+    threading.Thread(target=end_with, args=[parent], daemon=True).start()
+    jax.config.update("jax_enable_x64", True)  # dtypes come with the program; none may be narrowed here
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot load programs for devices that are not there
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        program = sys.stdin.buffer.read(request["n_bytes"])
+        try:
+            answer = compile_program(program, request)
+        except Exception as error:  # noqa: BLE001 (the border of a process: whatever it is, the other side raises it)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        ANSWERS.write(json.dumps(answer) + "\n")
+        ANSWERS.flush()
+
+
+if __name__ == "__main__":
+    main(FOUND["parent"])

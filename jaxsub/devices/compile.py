@@ -1,0 +1,152 @@
+"""Compile a function for a target and read what the compiler will allocate.
+
+In goes a function with its arguments, arrays or `jax.ShapeDtypeStruct`s; out comes a `Measurement`. Nothing is ever
+run. This is also safe inside a user's own trace: the function is traced anew on shapes alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.plan import Measurement
+from jaxsub.devices.aot import cross_compile
+from jaxsub.devices.targets import Target, get_target
+from jaxsub.jaxpr.compat import cpu_measuring_options
+
+LONG_SECONDS = 10.0
+"""A compile that takes longer than this is announced, and the memory that it used is given back."""
+
+
+class Compiled(Protocol):
+    """What is asked of a compiled program; `jax.stages.Compiled` is one."""
+
+    def memory_analysis(self) -> Any:
+        """The compiler's account of memory, or `None`."""
+
+    def cost_analysis(self) -> Any:
+        """The compiler's account of work, or `None`."""
+
+
+def compile_for(
+    fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
+) -> Compiled:
+    """Compile a function for a target, to ask what it allocates: on the CPU its code is not optimised for running.
+
+    Args:
+        fun: The function. One that is under `jax.jit` already is taken as it is, with its shardings and donations.
+        args: Its arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
+        target: What to compile for; `None` for the device in use.
+        donate_argnums: Arguments whose memory the outputs may reuse.
+
+    Returns:
+        The compiled program; for a device that is not there only its account of memory.
+
+    Raises:
+        UnsupportedError: If the target is not there and the program cannot be compiled for it, or the packages that do
+            so are not installed.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+        >>> compile_for(lambda x: x @ x, (x,)).memory_analysis().output_size_in_bytes
+        256
+    """
+    target = get_target(target)
+    jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
+    if not target.is_present:
+        return cross_compile(jitted, args, target)
+    options = cpu_measuring_options() if target.platform == "cpu" else {}
+    placed = jax.tree.map(lambda leaf: _place(leaf, target), tuple(args))
+    with jax.default_device(target.device):
+        compiled: Compiled = jitted.lower(*placed).compile(compiler_options=options or None)
+    return compiled
+
+
+def measurement(compiled: Compiled, target: Target, seconds: float) -> Measurement:
+    """Read what the compiler allocates for a compiled program.
+
+    Args:
+        compiled: The program.
+        target: What it was compiled for.
+        seconds: How long that took.
+
+    Raises:
+        UnsupportedError: If the target's compiler does not say what it allocates.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None or not hasattr(memory, "temp_size_in_bytes"):
+        raise UnsupportedError(
+            f"The compiler for `{target.name}` ({target.platform}) does not report what it allocates, so no budget can "
+            'be verified there. Pass verify=False to trust the prediction, or target="cpu" to measure on the CPU.'
+        )
+    costs = compiled.cost_analysis()
+    costs = costs[0] if isinstance(costs, list) and costs else costs
+    return Measurement(
+        temp_bytes=int(memory.temp_size_in_bytes),
+        argument_bytes=int(memory.argument_size_in_bytes),
+        output_bytes=int(memory.output_size_in_bytes),
+        alias_bytes=int(memory.alias_size_in_bytes),
+        flops=float(costs["flops"]) if costs and "flops" in costs else None,
+        compile_seconds=seconds,
+        target=target.name,
+        host_temp_bytes=int(getattr(memory, "host_temp_size_in_bytes", 0)),
+    )
+
+
+def measure_compiled(
+    fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
+) -> Measurement:
+    """Compile a function for a target and read what the compiler allocates; arguments as in `compile_for`.
+
+    Raises:
+        UnsupportedError: If the target's compiler does not say what it allocates.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+        >>> measure_compiled(lambda x: x @ x, (x,)).argument_bytes
+        256
+    """
+    target = get_target(target)
+    start = time.perf_counter()
+    compiled = compile_for(fun, args, target, donate_argnums=donate_argnums)
+    seconds = time.perf_counter() - start
+    if seconds > LONG_SECONDS:
+        return_freed_memory()
+    return measurement(compiled, target, seconds)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed: glibc keeps it for the threads that had it, and other threads take anew."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _place(leaf: Any, target: Target) -> Any:
+    """Take an argument off another device; what is spread over several devices stays so."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh) and sharding.mesh.size > 1:
+        where = NamedSharding(_mesh_here(sharding.mesh, target), sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding) and target.device not in sharding.device_set:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    return leaf
+
+
+def _mesh_here(mesh: AbstractMesh, target: Target) -> Mesh:
+    """A mesh of devices that are there: the one that is set, or the first of the target's platform."""
+    assert target.device is not None
+    there = jax.devices(target.device.platform)
+    if len(there) < mesh.size:
+        raise UnsupportedError(
+            f"The arguments are spread over {mesh.size} devices, and here are {len(there)} of `{target.name}`. Pass a "
+            f'target that has as many, such as target="h100:{mesh.size}".'
+        )
+    return Mesh(np.array(there[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)

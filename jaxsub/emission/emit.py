@@ -1,0 +1,125 @@
+"""From a `Program` and a `Plan` back to a function: `jax.checkpoint` regions and gradient barriers.
+
+Loops and conditionals are rewritten as the plan says (`jaxsub.loops`), then the flat equations become regions
+(`jaxsub.emission.regions`). What must run once never stands in a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxsub.core.decisions import Inside, Segment, saving_in_nests
+from jaxsub.core.errors import PlanMismatchError, UnsupportedError
+from jaxsub.core.plan import Plan
+from jaxsub.emission.regions import with_regions
+from jaxsub.emission.scans import with_loops
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import Program, first_difference
+
+
+def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
+    """Make the function a plan describes.
+
+    Args:
+        program: The function, traced.
+        plan: The plan, made for this program.
+
+    Returns:
+        A function of the program's flat inputs, constants first, that returns its flat outputs.
+
+    Raises:
+        PlanMismatchError: If the plan belongs to another program.
+        UnsupportedError: If an equation that must run once stands in a segment, or if regions inside others save
+            values where JAX would make them again; all such are listed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.plan import Plan
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)).sum(), (1.0,), {})
+        >>> counts = [1] + [0] * (len(program.eqns) - 1)
+        >>> plan = Plan.from_mirror_counts(counts, fingerprint=program.fingerprint)
+        >>> [round(float(y), 4) for y in emit(program, plan)(1.0)]
+        [0.7456]
+    """
+    _check(program, plan)
+    return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)
+
+
+def as_traced(program: Program) -> Callable[..., Any]:
+    """The function of a program's flat inputs as JAX traced it, its calls not inlined.
+
+    A compiler may order what stands in a call otherwise than what stands in line: to know what it makes of a user's
+    own function, or of regions that stand already, calls have to stay calls.
+    """
+    n_consts = len(program.traced.constvars)
+
+    def call(*inputs: Any) -> Any:
+        return jax.core.eval_jaxpr(program.traced, inputs[:n_consts], *inputs[len(program.consts) :])
+
+    return call
+
+
+def _check(program: Program, plan: Plan) -> None:
+    if plan.fingerprint != program.fingerprint or plan.n_nodes != len(program.eqns):
+        raise PlanMismatchError(
+            f"The plan was made for another function: its fingerprint is {plan.fingerprint} "
+            f"({plan.n_nodes} equations), this function's is {program.fingerprint} ({len(program.eqns)} equations). "
+            f"{first_difference(program, plan.equations)}Shapes, dtypes and static arguments count. "
+            "Make a new plan with jaxsub.plan.",
+            plan_fingerprint=plan.fingerprint,
+            function_fingerprint=program.fingerprint,
+        )
+    nodes = program.graph.nodes
+    faults = [nodes[i] for s in plan.segments for i in range(s.start, s.stop) if not nodes[i].can_recompute]
+    if faults:
+        lines = "; ".join(f"equation {n.index} `{n.primitive}` at {n.source or 'an unknown line'}" for n in faults)
+        raise UnsupportedError(f"These must run exactly once and cannot stand in a recomputed segment: {lines}.")
+    nested = list(saving_in_nests(Inside(plan.segments, ways=plan.loops)))
+    if nested and not compat.saves_in_nests():
+        where = ", ".join(
+            f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"steps of loop {s.node}" for s in nested
+        )
+        raise UnsupportedError(
+            f"With jax_remat3, JAX makes again what these save inside other regions: {where}. Make a new plan with "
+            "jaxsub.plan, or turn jax_remat3 off."
+        )
+
+
+def keep_out(plan: Plan, nodes: Sequence[int]) -> Plan:
+    """Split a plan's segments so that none of them holds a given node.
+
+    Args:
+        plan: The plan.
+        nodes: Nodes that must run exactly once.
+
+    Returns:
+        The plan itself if no segment holds any of them.
+
+    Example:
+        >>> from jaxsub.core.budget import Budget
+        >>> keep_out(Plan("f", Budget(), 5, (Segment(0, 5),)), [2]).segments == (Segment(0, 2), Segment(3, 5))
+        True
+    """
+    segments = tuple(piece for segment in plan.segments for piece in _split(segment, sorted(nodes)))
+    return plan if segments == plan.segments else plan.replace(segments=segments)
+
+
+def _split(segment: Segment, nodes: Sequence[int]) -> Iterator[Segment]:
+    inside = [n for n in nodes if segment.start <= n < segment.stop]
+    if not inside:
+        yield segment
+        return
+    if segment.children:  # what is recomputed twice inside is recomputed once, piece by piece
+        starts = [segment.start, *(c.stop for c in segment.children)]
+        stops = [*(c.start for c in segment.children), segment.stop]
+        gaps = [Segment(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
+        for part in sorted((*gaps, *segment.children), key=lambda s: s.start):
+            yield from _split(part, inside)
+        return
+    for a, b in zip([segment.start, *(n + 1 for n in inside)], [*inside, segment.stop], strict=True):
+        if a < b:
+            yield Segment(a, b)

@@ -1,0 +1,369 @@
+"""From a flat program, its segments and its barriers to a function: what `emit`, loops and conditionals are made of.
+
+The flat equations are cut into slices; each is evaluated with `jax.core.eval_jaxpr`. A segment becomes one
+`jax.checkpoint` region, nested as its segments are; values it saves are named inside it, every later consumer reads the
+named one, and the region's policy saves those names. Alike segments share one function object, so that JAX traces and
+differentiates it once; `jaxsub.jaxpr.identity` says which are.
+
+**Gradient barriers.** In front of an item a barrier ties the activations that cross there to the weights the item
+uses: `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so
+far, to the activations' cotangents, so the compiler cannot put off finishing it. In a nest a value is fenced only where
+an item of that nest at or after the barrier reads it, or the nest returns it; the nest returns weights that are used
+after it too, so that each contribution joins the running sum at once.
+
+For a GPU the weights stand in front of the activations, those read last first: their gradients are made first. XLA's
+scheduler takes what a barrier waits for in order, and asked for activations' cotangents first, it leaves gradients that
+nothing else waits for until last; what they are products of stands until then. On a CPU the activations come first; of
+the weights whose gradients are sums, those read last. There XLA gives out places in the order of what a barrier waits
+for: what is added to one sum would take the place of another that was made before it, which then lies in memory of its
+own, and twice while it is added to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from jaxsub.core.decisions import Segment, walk
+from jaxsub.core.errors import PlannerError
+from jaxsub.devices.targets import is_gpu
+from jaxsub.emission.barriers import barrier, flat_kernels, flattened, shaped
+from jaxsub.emission.offload import settled
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.identity import identity
+from jaxsub.jaxpr.max_pool_vjp import without_scatter
+from jaxsub.jaxpr.output_only_vjp import is_known_by_result, tagged
+from jaxsub.jaxpr.tangents import has_tangent, holds_while, reaching
+from jaxsub.jaxpr.trace import Program
+
+Env = dict[int, Any]
+Step = Callable[[Env], None]
+
+
+def with_regions(
+    program: Program, segments: Sequence[Segment], barriers: Sequence[int], scope: str = "jaxsub"
+) -> Callable[..., list[Any]]:
+    """A program as a function of its flat inputs, constants first, that returns its flat outputs.
+
+    Args:
+        program: The program.
+        segments: Its outermost regions.
+        barriers: Nodes in front of which a gradient barrier stands.
+        scope: Name of the scope that regions are put in; none where empty.
+
+    Raises:
+        PlannerError: If a region would ignore values that it is to save.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)), (1.0,), {})
+        >>> [round(float(y), 4) for y in with_regions(program, [Segment(0, 1)], [])(1.0)]
+        [0.7456]
+    """
+    return _Emitter(program, tuple(sorted(set(barriers)))).function(segments, scope)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Region:
+    """A segment as a function: what it reads and what it returns."""
+
+    call: Callable[..., tuple[Any, ...]]
+    reads: tuple[int, ...]
+    returns: tuple[int, ...]
+    stopped: frozenset[int]
+    """Those of its reads whose tangents end in it."""
+    flat: frozenset[int]
+    """What enters it as a flat array."""
+
+
+@dataclass(slots=True, eq=False)
+class _Emitter:
+    program: Program
+    barriers: tuple[int, ...]
+    variables: list[Any] = field(init=False)
+    last_use: tuple[int, ...] = field(init=False)
+    gradient_use: tuple[int, ...] = field(init=False)
+    weights: frozenset[int] = field(init=False)
+    flat: frozenset[int] = field(init=False)
+    shared: dict[Any, Callable[..., Any]] = field(init=False, default_factory=dict)
+    eqns: Sequence[Any] = field(init=False)
+    whiles: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variables = [*self.program.invars, *(v for eqn in self.program.eqns for v in eqn.outvars)]
+        self.last_use = self.program.graph.last_uses()
+        self.gradient_use = self.program.graph.gradient_uses()
+        self.weights = self.program.graph.weights()
+        self.flat = flat_kernels(self.program)
+
+    def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
+        graph, eqns = self.program.graph, self.program.eqns
+        self.eqns = without_scatter(eqns) if segments or self.barriers else eqns
+        self.whiles = tuple(i for i, eqn in enumerate(eqns) if holds_while(eqn)) if segments else ()
+        steps, _ = self.steps(0, len(graph.nodes), segments, scope)
+        index = {v: i for i, v in enumerate(self.variables)}
+        outputs = [index[a] if compat.is_var(a) else a for a in self.program.outvars]
+
+        def run(*inputs: Any) -> list[Any]:
+            env: Env = dict(enumerate(inputs))
+            for step in steps:
+                step(env)
+            return [env[o] if isinstance(o, int) else o.val for o in outputs]
+
+        return run
+
+    def steps(self, start: int, stop: int, segments: Sequence[Segment], scope: str) -> tuple[list[Step], set[int]]:
+        """The steps of one scope, and the weights fenced in it."""
+        steps: list[Step] = []
+        fenced: set[int] = set()
+        crossing = self._scope_inputs(start, stop) if start else {}
+        for number, (piece, segment) in enumerate(self._pieces(start, stop, segments)):
+            if piece.start != start and self._fences(piece.start - 1, piece.start + 1):
+                crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
+                weights = self._weights_read(piece)
+                fenced.update(weights)
+                weights = [w for w in weights if w not in crossing]
+                last_first = (*weights[::-1], *reversed(crossing))
+                first_first = (*crossing, *self._sums_last_first(weights, piece.stop))
+                steps.append(barrier(last_first if is_gpu(self.program.platform) else first_first, self.flat))
+            if segment is None:
+                steps.append(self._slice(piece))
+            else:
+                region, inner = self._region(segment)
+                fenced |= inner
+                steps.append(_call(region, f"{scope}/segment_{number}" if scope else ""))
+            crossing.update((v, None) for v in self._made(piece) if self._is_activation(v))
+        return steps, fenced
+
+    def _pieces(self, start: int, stop: int, segments: Sequence[Segment]) -> Iterator[tuple[range, Segment | None]]:
+        """Cut a scope at its segments and barriers."""
+        at = start
+        for segment in [*segments, None]:
+            end = stop if segment is None else segment.start
+            cuts = [at, *self._fences(at, end), end] if end > at else [at]
+            yield from ((range(a, b), None) for a, b in pairwise(cuts))
+            if segment is not None:
+                yield range(segment.start, segment.stop), segment
+                at = segment.stop
+
+    def _slice(self, piece: range) -> Step:
+        reads, returns = self._reads(piece), self._returns(piece)
+        return self._evaluate(piece, reads, returns)
+
+    def _evaluate(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> Step:
+        jaxpr = compat.make_jaxpr_of(
+            self.eqns[piece.start : piece.stop],
+            [self.variables[v] for v in reads],
+            [self.variables[v] for v in returns],
+            self.program.traced,
+        )
+
+        def step(env: Env) -> None:
+            env.update(zip(returns, jax.core.eval_jaxpr(jaxpr, (), *[env[v] for v in reads]), strict=True))
+
+        return step
+
+    def _region(self, segment: Segment) -> tuple[_Region, set[int]]:
+        piece = range(segment.start, segment.stop)
+        self._check(segment)
+        if segment.children or self._fences(segment.start, segment.stop):
+            steps, fenced = self.steps(segment.start, segment.stop, segment.children, scope="")
+        else:
+            steps, fenced = self._named_steps(piece, self._names(segment)), set()
+        threaded = [w for w in sorted(fenced) if self.last_use[w] >= segment.stop and w not in self._made(piece)]
+        reads = self._reads(piece)
+        returns = tuple(dict.fromkeys((*self._returns(piece), *threaded)))
+        key = self._key(segment, reads, returns)
+        call = self.shared.get(key)
+        if call is None:
+            names = self._names(segment)
+            moved = [names.pop(v) for v in segment.offloaded if v in names]
+            whole = shaped({v: self.variables[v].aval.shape for v in reads if v in self.flat})
+            call = self.shared[key] = _checkpointed([whole, *steps], reads, returns, tuple(names.values()), moved)
+        return _Region(call, reads, returns, self._stopped(piece, reads, returns), self.flat), fenced
+
+    def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
+        """What a region with a `while` in it reads and passes no tangent of on."""
+        if bisect_left(self.whiles, piece.start) == bisect_left(self.whiles, piece.stop):
+            return frozenset()
+        found = reaching(self.eqns[piece.start : piece.stop], [self.variables[v] for v in returns])
+        return frozenset(v for v in reads if has_tangent(self.variables[v]) and self.variables[v] not in found)
+
+    def _check(self, segment: Segment) -> None:
+        """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
+        if not segment.saved:
+            return
+        piece = range(segment.start, segment.stop)
+        made, moved = self._made(piece), set(segment.offloaded) & set(self._reads(piece))
+        if outside := [v for v in segment.saved if v not in made and v not in moved]:
+            raise PlannerError(
+                f"Segment {segment.start}:{segment.stop} saves the values {outside}, which it does not make: it makes "
+                f"{made.start} to {made.stop - 1}. What it reads can be saved in host memory only."
+            )
+        inside = "segments" if segment.children else "barriers" if self._fences(segment.start, segment.stop) else None
+        if inside:
+            raise PlannerError(
+                f"Segment {segment.start}:{segment.stop} saves values and has {inside} inside, and they would be made "
+                f"again all the same. Take the {inside} out, or end a segment behind each value to be saved."
+            )
+
+    def _names(self, segment: Segment) -> dict[int, str]:
+        """What the values that a region saves are called; alike regions call them alike."""
+        first, reads = self.program.graph.first_value(segment.start), self._reads(range(segment.start, segment.stop))
+        values, place = self.program.graph.values, {v: i for i, v in enumerate(reads)}
+        saved = [v for v in segment.saved if self.last_use[v] > (values[v].producer or 0) and self._can_name(v)]
+        return {v: f"jaxsub_{v - first}" if v >= first else f"jaxsub_entry_{place[v]}" for v in saved}
+
+    def _named_steps(self, piece: range, names: dict[int, str]) -> list[Step]:
+        """Evaluate a run of equations, naming the saved values where they are made, or at its entry."""
+        values, at = self.program.graph.values, piece.start
+        first = self._made(piece).start
+        steps: list[Step] = [_name({v: name for v, name in names.items() if v < first})]
+        producers = sorted({values[v].producer or 0 for v in names if v >= first})
+        for producer in producers:
+            is_alone = is_known_by_result(self.program.eqns[producer])
+            run = range(at, producer + (not is_alone))
+            # what the slice returns is judged by uses after it, within or beyond the region
+            steps += [self._evaluate(run, self._reads(run), self._returns(run))] if run else []
+            if is_alone:
+                steps.append(self._tagged(producer, names))
+            else:
+                steps.append(_name({v: name for v, name in names.items() if values[v].producer == producer}))
+            at = producer + 1
+        if at < piece.stop:
+            run = range(at, piece.stop)
+            steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
+        return steps
+
+    def _tagged(self, node: int, names: dict[int, str]) -> Step:
+        eqn, (v,) = self.program.eqns[node], self.program.graph.nodes[node].outputs
+        source = self.program.graph.nodes[node].inputs[0]
+
+        def step(env: Env) -> None:
+            env[v] = tagged(eqn, env[source], lambda y, _: compat.checkpoint_name(y, names[v]), 0)
+
+        return step
+
+    def _key(self, segment: Segment, reads: Sequence[int], returns: Sequence[int]) -> Any:
+        """What makes two segments the same function: equations, wiring, what is returned, saved, nested and fenced."""
+        base = self._made(range(segment.start, segment.stop)).start
+        place = {v: i for i, v in enumerate(reads)}
+        wiring = []
+        for i in range(segment.start, segment.stop):
+            node = self.program.graph.nodes[i]
+            places = tuple(v - base if v >= base else ~place[v] for v in node.inputs)
+            wiring.append((self.program.signatures[i], identity(self.program.eqns[i]), places))
+        inner = list(walk((segment,)))
+        shape = tuple(
+            (
+                *(s.start - segment.start, s.stop - segment.start),
+                *(tuple(v - base if v >= base else ~place[v] for v in values) for values in (s.saved, s.offloaded)),
+            )
+            for s in inner
+        )
+        fences = tuple(b - segment.start for b in self._fences(segment.start, segment.stop))
+        kinds = (
+            tuple((v in self.weights, self.program.graph.values[v].is_differentiated) for v in reads) if fences else ()
+        )
+        known = (*reads, *self._made(range(segment.start, segment.stop))) if fences else ()
+        later = tuple(
+            (self.last_use[v] >= segment.stop, max(-1, min(self.gradient_use[v], segment.stop) - segment.start))
+            for v in known
+        )
+        results = tuple(v - base if v >= base else ~place[v] for v in returns)
+        flat = tuple(v in self.flat for v in reads)
+        return tuple(wiring), shape, fences, kinds, later, results, flat
+
+    def _fences(self, start: int, stop: int) -> tuple[int, ...]:
+        """The barriers strictly between two nodes."""
+        return self.barriers[bisect_right(self.barriers, start) : bisect_left(self.barriers, stop)]
+
+    def _made(self, piece: range) -> range:
+        return self.program.graph.made_by(piece.start, piece.stop)
+
+    def _reads(self, piece: range) -> tuple[int, ...]:
+        made = self._made(piece).start
+        nodes = self.program.graph.nodes[piece.start : piece.stop]
+        return tuple(dict.fromkeys(v for node in nodes for v in node.inputs if v < made))
+
+    def _returns(self, piece: range) -> tuple[int, ...]:
+        return tuple(v for v in self._made(piece) if self.last_use[v] >= piece.stop)
+
+    def _is_activation(self, v: int) -> bool:
+        is_array = not hasattr(self.variables[v].aval, "inner_aval")  # a reference is no array
+        return is_array and self.program.graph.values[v].is_differentiated and v not in self.weights
+
+    def _can_name(self, v: int) -> bool:
+        """JAX rounds what a policy saves by `reduce_precision`, which takes no complex numbers; keys are not named."""
+        dtype = self.variables[v].aval.dtype
+        return not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.complexfloating, jax.dtypes.extended))
+
+    def _last_use_in(self, v: int, start: int, stop: int) -> int:
+        """The last use that matters in a scope: of what comes in from outside the last in it, of all the gradient's.
+
+        What only reports on a value takes it as it is: behind barriers it would be given a cotangent of zeros.
+        """
+        value = self.program.graph.values[v]
+        if start and (value.producer is None or value.producer < start):
+            before = bisect_left(value.consumers, stop)
+            return min(value.consumers[before - 1], self.gradient_use[v]) if before else -1
+        return self.gradient_use[v]
+
+    def _scope_inputs(self, start: int, stop: int) -> dict[int, None]:
+        return {v: None for v in self._reads(range(start, stop)) if self._is_activation(v)}
+
+    def _sums_last_first(self, weights: Sequence[int], stop: int) -> list[int]:
+        """Weights in order; those of them that are read from `stop` on too, whose gradients are sums, turned round."""
+        is_summed = [self.program.graph.is_joined(w, stop) for w in weights]
+        turned = reversed([w for w, summed in zip(weights, is_summed, strict=True) if summed])
+        return [next(turned) if summed else w for w, summed in zip(weights, is_summed, strict=True)]
+
+    def _weights_read(self, piece: range) -> list[int]:
+        return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]
+
+
+def _name(names: dict[int, str]) -> Step:
+    def step(env: Env) -> None:
+        env.update((v, compat.checkpoint_name(env[v], name)) for v, name in names.items())
+
+    return step
+
+
+def _call(region: _Region, scope: str) -> Step:
+    def step(env: Env) -> None:
+        inputs = [flattened(env[v]) if v in region.flat else env[v] for v in region.reads]
+        inputs = [jax.lax.stop_gradient(x) if v in region.stopped else x
+                  for v, x in zip(region.reads, inputs, strict=True)]  # fmt: skip
+        if scope:
+            with jax.named_scope(scope):
+                outputs = region.call(*inputs)
+        else:
+            outputs = region.call(*inputs)
+        env.update(zip(region.returns, outputs, strict=True))
+
+    return step
+
+
+def _checkpointed(
+    steps: Sequence[Step], reads: Sequence[int], returns: Sequence[int], names: Sequence[str], moved: Sequence[str]
+) -> Callable[..., Any]:
+    def region(*inputs: Any) -> tuple[Any, ...]:
+        env: Env = dict(zip(reads, inputs, strict=True))
+        for step in steps:
+            step(env)
+        return tuple(env[v] for v in returns)
+
+    if not moved:
+        policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
+        return compat.checkpoint(region, policy=policy)
+    moving = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(names), names_which_can_be_offloaded=list(moved),
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return settled(compat.checkpoint(region, policy=moving))

@@ -1,0 +1,120 @@
+"""Loops begun in mid-step: a scan whose steps are cut in two, A then B, as A, then steps of B then A, then B.
+
+What a loop carries is saved for every step; what a step's derivative reads may be something else. A step of
+tanh(x @ w) carries the activation and differentiates at the value before it: both are saved, or the product is
+executed again. Begun after the product, the loop carries the value before the activation, and everything else is cheap
+to make again. An unrolled loop needs no such thing: there a planner cuts where it likes.
+
+The steps that remain read slices of xs of two steps, theirs and the next one's. They are read at their index from
+the whole xs, as in `rewrite`; only gradients come as slices, one step short, and are put together at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import Program, program_of
+
+Values = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotated:
+    """A loop begun in mid-step.
+
+    Attributes:
+        body: What is now a step, as a program of constants, carry and slices of xs.
+        n_carry: How many values it carries.
+        first: `first(constants, carry, slices of the first step) -> what is carried now`.
+        last: `last(constants, what is carried now, slices of the last step) -> carry and slices of ys`.
+        here: Which of the loop's xs a step reads at its own index.
+        ahead: Which of them it reads one step ahead; these follow on the others.
+    """
+
+    body: Program
+    n_carry: int
+    first: Callable[..., Values]
+    last: Callable[..., Values]
+    here: tuple[int, ...]
+    ahead: tuple[int, ...]
+
+
+def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
+    """Begin a loop's steps at a node of their body.
+
+    Args:
+        body: The body, from `body_program`.
+        n_consts: How many of its inputs are constants, those of its own among them.
+        n_carry: How many it carries.
+        at: The node.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.emission.scans import body_program
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> def f(ws, x):
+        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+        >>> body = body_program(trace(f, (jnp.ones((3, 2, 2)), jnp.ones((2, 2))), {}), 0)
+        >>> [eqn.primitive.name for eqn in rotated(body, 0, 1, 1).body.eqns]
+        ['tanh', 'dot_general']
+    """
+    consts, carry = body.invars[:n_consts], body.invars[n_consts : n_consts + n_carry]
+    xs = body.invars[n_consts + n_carry :]
+    before, after = body.eqns[:at], body.eqns[at:]
+    read_after = _variables([*(a for e in after for a in e.invars), *body.outvars])
+    read_before = _variables(a for e in before for a in e.invars)
+    made = [v for e in before for v in e.outvars]
+    crossing = tuple(v for v in (*carry, *made) if v in read_after)
+    here = tuple(i for i, v in enumerate(xs) if v in read_after)
+    ahead = tuple(i for i, v in enumerate(xs) if v in read_before)
+
+    # the first half of the next step: its carry is what this step returns, all else is new
+    new = dict(zip(carry, body.outvars[:n_carry], strict=True))
+    next_xs = [compat.new_var(xs[i].aval) for i in ahead]
+    new.update(zip((xs[i] for i in ahead), next_xs, strict=True))
+    following = []
+    for eqn in before:
+        outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+        following.append(eqn.replace(invars=[new.get(a, a) if compat.is_var(a) else a for a in eqn.invars],
+                                     outvars=outvars))  # fmt: skip
+        new.update(zip(eqn.outvars, outvars, strict=True))
+    invars = [*consts, *crossing, *(xs[i] for i in here), *next_xs]
+    active = {body.invars[i] for i in body.differentiated} | set(crossing)
+    active |= {v for v, i in zip(next_xs, ahead, strict=True) if xs[i] in active}
+    turned = program_of(
+        [*after, *following], invars, [*(new[v] for v in crossing), *body.outvars[n_carry:]], list(body.consts),
+        {i for i, v in enumerate(invars) if v in active}, None, None, ["const"] * len(invars), body.traced,
+    )  # fmt: skip
+    return Rotated(
+        body.part(turned),
+        len(crossing),
+        _function(body, before, [*consts, *carry, *xs], crossing),
+        _function(body, after, [*consts, *crossing, *xs], body.outvars),
+        here,
+        ahead,
+    )
+
+
+def best_place(body: Program) -> int:
+    """Where to begin a body of little arithmetic: after its last costly node; 0 where nothing follows on that."""
+    costly = [node.index for node in body.graph.nodes if node.is_costly]
+    at = costly[-1] + 1 if costly else 0
+    return at if at < len(body.eqns) else 0
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {a for a in atoms if compat.is_var(a)}
+
+
+def _function(body: Program, eqns: Any, invars: Any, outvars: Any) -> Callable[..., Values]:
+    jaxpr = compat.make_jaxpr_of(eqns, invars, outvars, body.traced)
+
+    def call(consts: Values, carry: Values, xs: Values) -> Values:
+        return tuple(jax.core.eval_jaxpr(jaxpr, (), *body.consts, *consts, *carry, *xs))
+
+    return call

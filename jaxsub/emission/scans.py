@@ -1,0 +1,308 @@
+"""From a program and ways to run what stands inside its equations to the same program with these rewritten.
+
+A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint` with an inner scan inside, as deep as
+the `Loop` says; steps that no block size divides follow as one shorter block. A step may be a region too, that
+saves named values of its body, and there may be regions and barriers inside the body. All of it goes through
+`jax.lax.scan` with the body evaluated from its jaxpr, a conditional likewise through `jax.lax.switch`. What is new
+stands in the place of the old as one `jit` equation, so nodes keep their numbers.
+
+Steps that are executed last may keep everything: their backward pass comes first, and they stand outside all blocks.
+
+**Copies.** Every level of nested scans copies the slices of xs that its blocks read, and of their gradients that they
+make. The first kind is avoided: steps that are executed again read the whole xs at their own index, and only the
+tangent comes through the slices (`_at`), which nobody reads then and the compiler drops. The second is not: a region's
+gradients are results of its own, whole slices for a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub.core.decisions import Conditional, Inside, Loop, Way
+from jaxsub.emission.regions import with_regions
+from jaxsub.emission.scan_rotation import Rotated, rotated
+from jaxsub.emission.scan_unrolling import unrolled
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import Program, flatten_jaxpr, program_of
+from jaxsub.partition.min_cut import run_function
+
+Values = tuple[Any, ...]
+Step = Callable[[Values, Values, Values], tuple[Values, Values]]
+"""(constants, carry, slice of xs) -> (carry, slice of ys)."""
+
+
+def with_loops(program: Program, loops: Sequence[Way]) -> Program:
+    """A program in which some scans and conditionals run as said; everything else, its graph too, stays as it is.
+
+    Example:
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> program = trace(lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x), (1.0,), {})
+        >>> blocks = with_loops(program, [Loop(0, blocks=(3,))])
+        >>> [eqn.primitive.name for eqn in blocks.eqns]
+        ['jit']
+    """
+    if not loops:
+        return program
+    eqns, signatures = list(program.eqns), list(program.signatures)
+    for loop in loops:
+        run = _Scan.of(program, loop) if isinstance(loop, Loop) else _switch(program, loop)
+        eqns[loop.node] = _rewritten(program.eqns[loop.node], run)
+        signatures[loop.node] = _signature(signatures[loop.node], loop)
+    return replace(program, eqns=tuple(eqns), signatures=tuple(signatures))
+
+
+def body_program(program: Program, node: int) -> Program:
+    """The body of a scan as a program of constants, carry and slices of xs, in this order.
+
+    Its differentiated inputs are what a gradient may flow to; all of its floating-point carry is.
+    """
+    eqn, graph = program.eqns[node], program.graph
+    eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"])
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    index = iter(graph.nodes[node].inputs)
+    active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars]
+    active[n_consts : n_consts + n_carry] = [True] * n_carry
+    positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
+    names = ["const"] * len(invars)
+    body = program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
+    return program.part(body)
+
+
+def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
+    """The branches of a conditional as programs of its operands, the index left out."""
+    eqn, graph = program.eqns[node], program.graph
+    index = iter(graph.nodes[node].inputs)
+    active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
+    branches = (_branch_program(branch, active) for branch in eqn.params["branches"])
+    return tuple(map(program.part, branches))
+
+
+def _branch_program(branch: Any, active: Sequence[bool]) -> Program:
+    eqns, invars, outvars, consts = flatten_jaxpr(branch)
+    positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
+    return program_of(eqns, invars, outvars, consts, positions, None, None, ["const"] * len(invars), branch)
+
+
+def _signature(signature: bytes, loop: Way) -> bytes:
+    return hashlib.blake2b(signature + repr(replace(loop, node=0)).encode(), digest_size=12).digest()
+
+
+def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    def run(*args: Any) -> list[Any]:
+        # an output that is an input would be left out of the equation's outputs
+        return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in function(args)]
+
+    run.__name__ = eqn.primitive.name
+    (call,) = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns
+    if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
+        raise AssertionError(f"rewritten, `{eqn.primitive.name}` returns {call.outvars}, as it was {eqn.outvars}")
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+
+
+def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    branches = [
+        _planned(branch, inside)
+        for branch, inside in zip(branch_programs(program, way.node), way.branches, strict=True)
+    ]
+    return lambda args: jax.lax.switch(args[0], branches, *args[1:])
+
+
+def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
+    """A body or branch as a function of its inputs, run as said."""
+    function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="")
+    dtypes = [a.aval.dtype for a in body.outvars]
+    return lambda *args: [o if isinstance(o, jax.Array) else jnp.asarray(o, d)
+                          for o, d in zip(function(*body.consts, *args), dtypes, strict=True)]  # fmt: skip
+
+
+@jax.custom_jvp
+def _at(whole: Any, index: Any, part: Any) -> Any:
+    """`whole[index]`; its tangent is that of `part`, the same value.
+
+    Where JAX drops the rule, as for second derivatives, the tangent is that of `whole[index]`: the same again, so
+    nothing may stop `whole`'s gradient.
+    """
+    return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False)
+
+
+@_at.defjvp
+def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _at(*primals), tangents[2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scan:
+    """A scan, ready to run as a `Loop` says."""
+
+    eqn: Any
+    loop: Loop
+    step: Step
+    kept_step: Step
+    turned: Rotated | None
+
+    @classmethod
+    def of(cls, program: Program, loop: Loop) -> _Scan:
+        eqn, body = program.eqns[loop.node], body_program(program, loop.node)
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        turned = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
+        ahead: tuple[int, ...] = ()
+        if turned is not None:
+            shift = (1, 0) if eqn.params["reverse"] else (0, 1)
+            ahead = (shift[0],) * len(turned.here) + (shift[1],) * len(turned.ahead)
+            body, n_carry = turned.body, turned.n_carry
+        if loop.unrolled > 1:
+            body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
+        is_split = bool(loop.blocks or loop.kept_steps or turned)
+        plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
+        step = _indexed(plain, n_consts, ahead) if is_split else plain
+        if loop.kept_saved is not None:
+            named = _region(_indexed(named, n_consts, ahead), loop.kept_saved)
+        if loop.is_recomputed:  # in a loop nothing else may be taken for the same, elsewhere it has to be kept apart
+            step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
+        return cls(eqn, loop, step, named, turned)
+
+    def __call__(self, args: Sequence[Any]) -> Values:
+        n_consts, n_carry = compat.scan_sizes(self.eqn)
+        length, turned = self.eqn.params["length"], self.turned
+        consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
+        carry, xs = rest[:n_carry], rest[n_carry:]
+        if self.loop.unrolled > 1:
+            return self._unrolled(consts, carry, xs)
+        if turned is None:
+            carry, ys = self._run(consts, carry, xs, xs, length)
+            return (*carry, *ys)
+        first, last = (-1, 0) if self.eqn.params["reverse"] else (0, -1)
+        here, ahead = (slice(1, None), slice(-1)) if self.eqn.params["reverse"] else (slice(-1), slice(1, None))
+        parts = (*(xs[i][here] for i in turned.here), *(xs[i][ahead] for i in turned.ahead))
+        wholes = tuple(xs[i] for i in (*turned.here, *turned.ahead))
+        carry = turned.first(consts, carry, tuple(x[first] for x in xs))
+        carry, ys = self._run(consts, carry, wholes, parts, length - 1)
+        results = turned.last(consts, carry, tuple(x[last] for x in xs))
+        results = tuple(r if isinstance(r, jax.Array) else jnp.asarray(r, v.aval.dtype)
+                        for r, v in zip(results, self.eqn.outvars, strict=True))  # fmt: skip
+        return (*results[:n_carry], *self._joined(ys, tuple(y[None] for y in results[n_carry:])))
+
+    def _unrolled(self, consts: Values, carry: Values, xs: Values) -> Values:
+        """Run all steps, several written out as one; alone, those are no loop."""
+        n_once = self.loop.unrolled
+        n = self.eqn.params["length"] // n_once
+        if n == 1:
+            carry, ys = self.step(consts, carry, xs)
+            return (*carry, *ys)
+        grouped = tuple(x.reshape((n, n_once, *x.shape[1:])) for x in xs)
+        carry, ys = self._run(consts, carry, grouped, grouped, n)
+        return (*carry, *(y.reshape((n * n_once, *y.shape[2:])) for y in ys))
+
+    def _run(self, consts: Values, carry: Values, wholes: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        """Run all steps; `xs` are slices of `wholes`."""
+        loop = self.loop
+        if not loop.blocks and not loop.kept_steps and self.turned is None:
+            return self._scan(self.step, consts, carry, xs, length)
+        n_head = length - loop.kept_steps
+        known = (*consts, *wholes)
+        head, tail = self._parts((jnp.arange(length), *xs), n_head, length)
+        carry, ys = self._blocks(known, carry, head, n_head, loop.blocks)
+        if n_head < length:
+            known, tail = (consts, tail[1:]) if loop.kept_saved is None else (known, tail)
+            carry, more = self._scan(self.kept_step, known, carry, tail, length - n_head)
+            ys = self._joined(ys, more)
+        return carry, ys
+
+    def _blocks(
+        self, consts: Values, carry: Values, xs: Values, length: int, sizes: Sequence[int]
+    ) -> tuple[Values, Values]:
+        """Run steps in blocks of `sizes[0]`, each in blocks of `sizes[1]`, and so on."""
+        sizes = [s for s in sizes if s < length]
+        if not sizes:
+            return self._scan(self.step, consts, carry, xs, length)
+        size, n = sizes[0], length // sizes[0]
+
+        def block(consts: Values, carry: Values, xs: Values) -> tuple[Values, Values]:
+            return self._blocks(consts, carry, xs, size, sizes[1:])
+
+        def rest(consts: Values, carry: Values, xs: Values) -> tuple[Values, Values]:
+            return self._blocks(consts, carry, xs, length - n * size, sizes[1:])
+
+        head, tail = self._parts(xs, n * size, length)
+        grouped = tuple(x.reshape((n, size, *x.shape[1:])) for x in head)
+        carry, ys = self._scan(compat.checkpoint(block, prevent_cse=False), consts, carry, grouped, n)
+        ys = tuple(y.reshape((n * size, *y.shape[2:])) for y in ys)
+        if n * size < length:
+            carry, more = compat.checkpoint(rest)(consts, carry, tail)
+            ys = self._joined(ys, more)
+        return carry, ys
+
+    def _scan(self, step: Step, consts: Values, carry: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        params = self.eqn.params
+        more = {"_split_transpose": True} if params.get("_split_transpose") else {}
+        return jax.lax.scan(lambda c, x: step(consts, c, x), carry, xs, length, reverse=params["reverse"],
+                            unroll=max(1, min(params["unroll"] // self.loop.unrolled, length)), **more)  # fmt: skip
+
+    def _parts(self, xs: Values, n_head: int, length: int) -> tuple[Values, Values]:
+        """What the first `n_head` steps to run read, and what the others do."""
+        if n_head == length:
+            return xs, ()
+        cut = length - n_head if self.eqn.params["reverse"] else n_head
+        low, high = tuple(x[:cut] for x in xs), tuple(x[cut:] for x in xs)
+        return (high, low) if self.eqn.params["reverse"] else (low, high)
+
+    def _joined(self, head: Values, tail: Values) -> Values:
+        pairs = zip(tail, head, strict=True) if self.eqn.params["reverse"] else zip(head, tail, strict=True)
+        return tuple(jnp.concatenate(pair) for pair in pairs)
+
+
+def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None) -> Step:
+    """The body as a function, run as said, or with some of its values named."""
+    function = _named(body, saved) if saved else _planned(body, inside)
+
+    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        outs = tuple(function(*consts, *carry, *x))
+        return outs[:n_carry], outs[n_carry:]
+
+    return step
+
+
+def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
+    base, graph, last = len(body.invars), body.graph, body.graph.last_uses()
+    function = run_function(body, 0, len(body.eqns), tag=_name, saved=saved)
+    index = {v: i for i, v in enumerate([*body.invars, *(v for eqn in body.eqns for v in eqn.outvars)])}
+    outputs = [index[a] if compat.is_var(a) else a for a in body.outvars]
+    made = [v for v in range(base, len(graph.values)) if last[v] >= len(body.eqns)]
+    results = sorted(made, key=lambda v: not graph.values[v].is_differentiated)
+
+    def named(*args: Any) -> list[Any]:
+        env = dict(enumerate((*body.consts, *args)))
+        active, rest = function.call(*[env[v] for v in function.reads])
+        env.update(zip(results, (*active, *rest), strict=True))
+        return [env[o] if isinstance(o, int) else jnp.asarray(o.val, o.aval.dtype) for o in outputs]
+
+    return named
+
+
+def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
+    """A step that is given its index with its slices, and reads the whole xs, which follow on the constants, there.
+
+    `ahead` says how far from its index it reads each of them.
+    """
+
+    def at_index(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        wholes = consts[n_consts:]
+        parts = zip(wholes, ahead or (0,) * len(wholes), x[1:], strict=True)
+        return step(consts[:n_consts], carry, tuple(_at(whole, x[0] + n, part) for whole, n, part in parts))
+
+    return at_index
+
+
+def _region(step: Step, saved: Sequence[int], *, prevent_cse: bool = False) -> Step:
+    policy = jax.checkpoint_policies.save_only_these_names(*(f"jaxsub_step_{o}" for o in saved)) if saved else None
+    return compat.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
+
+
+def _name(x: Any, offset: int) -> Any:
+    return compat.checkpoint_name(x, f"jaxsub_step_{offset}")

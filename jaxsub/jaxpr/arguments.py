@@ -1,0 +1,109 @@
+"""Arguments that are no arrays: which they are, and the function of the others.
+
+They are told by position or name, as to `jax.jit`, and either way of naming them covers both ways of passing them. Two
+static arguments are the same when they are equal and of one type: `1` and `True` are traced apart. So are leaves of the
+other arguments that are no arrays, as `jaxsub.jaxpr.static_leaves` finds them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.jaxpr.static_leaves import fixed_leaves, of_the_others, without
+from jaxsub.jaxpr.trace import Program, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Statics:
+    """Which arguments of a function are no arrays.
+
+    Attributes:
+        fun: The function.
+        argnums: Where they stand when given by position.
+        argnames: What they are called when given by name.
+    """
+
+    fun: Callable[..., Any]
+    argnums: frozenset[int]
+    argnames: frozenset[str]
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]) -> Statics:
+        """Find out, as `jax.jit` does, what arguments given by position are called and where named ones stand."""
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (ValueError, TypeError):  # a builtin without a signature
+            return cls(fun, frozenset(argnums), frozenset(argnames))
+        ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        places = {n % len(ordered) if ordered and -len(ordered) <= n < 0 else n for n in argnums}
+        names = {*argnames, *(p.name for i, p in enumerate(ordered) if i in places and p.kind is not p.POSITIONAL_ONLY)}
+        places |= {i for i, p in enumerate(ordered) if p.name in argnames}
+        unknown = set(argnames) - {p.name for p in parameters}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"static_argnames names {sorted(unknown)}, which the function does not take")
+        return cls(fun, frozenset(places), frozenset(names))
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+        """Static arguments by place and name, the other positional ones, the other keywords."""
+        static_args = tuple((i, type(args[i]), args[i]) for i in sorted(self.argnums) if i < len(args))
+        static_kwargs = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.argnames)
+        dynamic = [a for i, a in enumerate(args) if i not in self.argnums]
+        keywords = {k: v for k, v in kwargs.items() if k not in self.argnames}
+        fixed = fixed_leaves((dynamic, keywords))
+        for place, _, value in (*static_args, *static_kwargs, *fixed):
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TypeError(f"static argument {place!r} must be hashable, got {value!r}") from error
+        if not fixed:
+            return (static_args, static_kwargs, None), dynamic, keywords
+        inner = (jax.tree.structure((dynamic, keywords)), fixed)
+        return (static_args, static_kwargs, inner), *without((dynamic, keywords), fixed)
+
+    def bind(self, statics: Any, n_args: int) -> Callable[..., Any]:
+        """The function of its other arguments."""
+        static_args, static_kwargs = ({place: value for place, _, value in found} for found in statics[:2])
+        if not static_args and not static_kwargs:
+            return self.fun if statics[2] is None else of_the_others(self.fun, *statics[2])
+
+        def bound(*dynamic: Any, **kwargs: Any) -> Any:
+            rest = iter(dynamic)
+            args = [static_args[i] if i in static_args else next(rest) for i in range(n_args)]
+            return self.fun(*args, **kwargs, **static_kwargs)
+
+        return bound if statics[2] is None else of_the_others(bound, *statics[2])
+
+    def dynamic_argnums(self, argnums: int | tuple[int, ...], n_args: int) -> tuple[int, ...]:
+        """Where the differentiated arguments stand among those that are arrays."""
+        arrays = [i for i in range(n_args) if i not in self.argnums]
+        if argnums == 0 and arrays:
+            return (0,)
+        wanted = [a % n_args if n_args and -n_args <= a < n_args else a
+                  for a in ([argnums] if isinstance(argnums, int) else argnums)]  # fmt: skip
+        if static := [a for a in wanted if a in self.argnums]:
+            raise UnsupportedError(f"argument {static[0]} is static and cannot be differentiated; pass argnums=.")
+        return tuple(arrays.index(a) if a in arrays else a for a in wanted)
+
+
+def trace_call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: int | Sequence[int]
+) -> Program:
+    """Trace a function of arguments among whose leaves some may be no arrays, as in Equinox's modules.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = {"w": jnp.ones((2, 2)), "activation": jnp.tanh}
+        >>> program = trace_call(lambda p, x: p["activation"](x @ p["w"]).sum(), (layer, jnp.ones((1, 2))), {}, 0)
+        >>> [node.primitive for node in program.graph.nodes]
+        ['dot_general', 'tanh', 'reduce_sum']
+    """
+    statics = Statics.of(fun, (), ())
+    fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
+    wanted = argnums if isinstance(argnums, int) else tuple(argnums)
+    return trace(statics.bind(fixed, len(args)), dynamic_args, dynamic_kwargs, argnums=wanted)

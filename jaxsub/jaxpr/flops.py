@@ -1,0 +1,158 @@
+"""What an equation costs, from its shapes alone: FLOPs, and whether it does real arithmetic.
+
+Two counts are kept apart. `arithmetic_flops` is what matrix products, convolutions and other costly primitives
+execute; `elementwise_flops` one operation for each element a map or reduction touches. A planner weighs the second by
+`ELEMENTWISE_WEIGHT`: the compiler fuses such work into its neighbours, so that executing it again is nearly free.
+Loops count with their lengths, which the compiler's own cost analysis does not do; a `while` loop, whose length nobody
+knows, counts once; a conditional counts its dearest branch.
+
+Shapes are those of the jaxpr: under `shard_map` that is one device's share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxsub.jaxpr import compat
+
+ELEMENTWISE_WEIGHT = 0.02
+"""Share of an elementwise FLOP that executing it again costs: fitted to compiled ResNets and GPTs."""
+
+MOVES = frozenset(
+    "reshape broadcast_in_dim transpose slice dynamic_slice dynamic_update_slice concatenate pad squeeze rev gather "
+    "convert_element_type copy copy_p iota name optimization_barrier stop_gradient bitcast_convert_type "
+    "sharding_constraint random_wrap random_unwrap expand_dims split reduce_precision device_put mesh_cast".split()
+)
+"""Primitives that move or rename elements and compute nothing."""
+
+COSTLY = frozenset(
+    "dot_general conv_general_dilated ragged_dot ragged_dot_general fft cholesky triangular_solve eigh eig svd qr lu "
+    "householder_product geqrf schur sort top_k approx_top_k pallas_call ffi_call custom_call tridiagonal_solve "
+    "scaled_matmul cudnn_fused_attention dot_product_attention_fwd".split()
+)
+"""Primitives whose results §4.2 of Chen et al. (2016) keeps: executing them again is what recomputation costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs of one execution, by kind."""
+
+    arithmetic_flops: float = 0.0
+    elementwise_flops: float = 0.0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.arithmetic_flops + other.arithmetic_flops, self.elementwise_flops + other.elementwise_flops)
+
+    def times(self, n: float) -> Flops:
+        """The same, `n` times over."""
+        return Flops(self.arithmetic_flops * n, self.elementwise_flops * n)
+
+    @property
+    def weighted(self) -> float:
+        """The figure planners minimise."""
+        return self.arithmetic_flops + ELEMENTWISE_WEIGHT * self.elementwise_flops
+
+    @property
+    def total(self) -> float:
+        """All FLOPs, of either kind."""
+        return self.arithmetic_flops + self.elementwise_flops
+
+
+def flops_of(eqn: Any) -> Flops:
+    """Count the FLOPs of one equation.
+
+    Example:
+        >>> import jax
+        >>> eqn = jax.make_jaxpr(lambda a, b: a @ b)(jax.numpy.ones((2, 3)), jax.numpy.ones((3, 4))).eqns[0]
+        >>> flops_of(eqn).arithmetic_flops
+        48.0
+    """
+    name = eqn.primitive.name
+    if name in MOVES:
+        return Flops()
+    if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
+        return Flops(_dot_flops(eqn))
+    if name == "conv_general_dilated":
+        return Flops(_conv_flops(eqn))
+    bodies = bodies_of(eqn)
+    if bodies:
+        return _body_flops(eqn, bodies)
+    size = float(max([_size(v.aval) for v in (*eqn.outvars, *eqn.invars)], default=0))
+    if name in COSTLY:
+        return Flops(size * max(1.0, math.log2(max(size, 2.0))))
+    return Flops(elementwise_flops=size)
+
+
+def jaxpr_flops(jaxpr: Any) -> Flops:
+    """Count the FLOPs of a jaxpr, every equation once.
+
+    Example:
+        >>> import jax
+        >>> jaxpr_flops(jax.make_jaxpr(lambda a: jax.numpy.tanh(a @ a))(jax.numpy.ones((2, 2)))).total
+        20.0
+    """
+    return sum((flops_of(eqn) for eqn in jaxpr.eqns), Flops())
+
+
+def is_costly(eqn: Any) -> bool:
+    """Whether an equation does real arithmetic, in itself or in a program inside it."""
+    if eqn.primitive.name in COSTLY:
+        return True
+    return any(is_costly(inner) for body in bodies_of(eqn) for inner in body.eqns)
+
+
+def primitives_in(eqn: Any) -> Iterator[str]:
+    """Names of the primitive of an equation and of those in programs inside it."""
+    yield eqn.primitive.name
+    for body in bodies_of(eqn):
+        for inner in body.eqns:
+            yield from primitives_in(inner)
+
+
+def bodies_of(eqn: Any) -> tuple[Any, ...]:
+    """The programs inside an equation that run when it runs: loop bodies, branches, custom-rule functions."""
+    found: list[Any] = []
+    for key, param in compat.unwrapped(eqn)[1].items():
+        if type(param) in _PLAIN or key in ("jvp_jaxpr_fun", "cond_jaxpr"):
+            continue
+        for entry in param if isinstance(param, tuple | list) else (param,):
+            if type(entry) not in _PLAIN and hasattr(entry, "eqns"):
+                found.append(entry)
+    return tuple(found)
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, np.dtype))
+"""Types of parameters that hold no program; looking for one in each of them is what takes time."""
+
+
+def _body_flops(eqn: Any, bodies: tuple[Any, ...]) -> Flops:
+    counts = [jaxpr_flops(body) for body in bodies]
+    if eqn.primitive.name == "cond":
+        return max(counts, key=lambda c: c.weighted)
+    if eqn.primitive.name == "scan":
+        return counts[0].times(eqn.params["length"])
+    return sum(counts, Flops())
+
+
+def _dot_flops(eqn: Any) -> float:
+    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    if eqn.primitive.name != "dot_general":
+        return 2.0 * _size(out) * float(lhs.shape[-1])
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    return 2.0 * _size(out) * float(math.prod(lhs.shape[d] for d in contracting))
+
+
+def _conv_flops(eqn: Any) -> float:
+    kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
+    out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    groups = max(out_features, 1) * eqn.params["batch_group_count"]
+    return 2.0 * _size(out) * _size(kernel) / float(groups)
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))

@@ -1,0 +1,146 @@
+"""Tell which equations do the same: a digest of each, and what two of one digest must agree on besides.
+
+`signature_of` digests an equation by everything but its position: primitive, parameters, types of inputs and outputs,
+literals; jaxprs among the parameters by structure. Addresses in a parameter's text are left out, so the digest is equal
+in every process, on every machine. `identity` adds what no digest can hold: functions and inner constants. Two
+callbacks, or two derivative rules, that are the same lines of code but close over different objects differ; two that
+close over equal objects do not, though JAX wraps a rule anew at every use.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import types
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def signature_of(eqn: Any) -> bytes:
+    """The digest of an equation.
+
+    Example:
+        >>> import jax
+        >>> one, other = jax.make_jaxpr(lambda x: (x + 1) + 1)(0.0).eqns
+        >>> signature_of(one) == signature_of(other)
+        True
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(eqn.primitive.name.encode())
+    for key in sorted(eqn.params):
+        digest.update(key.encode())
+        digest.update(_describe(eqn.params[key]).encode())
+    for atom in (*eqn.invars, *eqn.outvars):
+        digest.update((_aval_text(atom.aval) if compat.is_var(atom) else _describe(atom.val)).encode())
+    return digest.digest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _aval_text(aval: Any) -> str:
+    """An aval in words, made once for all equations that have it."""
+    return str(aval)
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """A dtype in words, made once for all values that have it."""
+    return str(dtype)
+
+
+def _describe(param: Any) -> str:
+    if param is None or isinstance(param, bool | int | float | str):
+        return repr(param)
+    if isinstance(param, np.dtype):
+        return dtype_name(param)
+    if isinstance(param, tuple | list):
+        return "(" + ",".join(map(_describe, param)) + ")"
+    if hasattr(param, "eqns"):
+        return _describe_jaxpr(param)
+    if hasattr(param, "shape") and hasattr(param, "tobytes"):
+        return f"{param.dtype}{param.shape}" + hashlib.sha1(param.tobytes()).hexdigest()
+    if callable(param) and hasattr(param, "__qualname__"):
+        return f"{getattr(param, '__module__', '')}.{param.__qualname__}"
+    return _ADDRESS.sub("", str(param))
+
+
+def _describe_jaxpr(jaxpr: Any) -> str:
+    """A jaxpr by structure: equations' signatures, and which variable goes where."""
+    names: dict[Any, int] = {}
+    parts = []
+    for v in (*compat.open_jaxpr(jaxpr).constvars, *compat.open_jaxpr(jaxpr).invars):
+        names[v] = len(names)
+        parts.append(str(v.aval))
+    for eqn in jaxpr.eqns:
+        parts.append(signature_of(eqn).hex() + str([names.get(a, -1) for a in eqn.invars if compat.is_var(a)]))
+        for v in eqn.outvars:
+            names[v] = len(names)
+    parts.append(str([names.get(a, -1) if compat.is_var(a) else _describe(a.val)
+                      for a in compat.open_jaxpr(jaxpr).outvars]))  # fmt: skip
+    return ";".join(parts)
+
+
+def identity(eqn: Any) -> tuple[Any, ...]:
+    """What two equations of one signature must agree on besides to do the same: functions, inner constants.
+
+    Args:
+        eqn: An equation.
+
+    Example:
+        >>> import jax
+        >>> def ruled(c):
+        ...     rule = jax.custom_jvp(jax.numpy.sin)
+        ...     rule.defjvp(lambda primals, tangents: (jax.numpy.sin(*primals), c * tangents[0]))
+        ...     return jax.make_jaxpr(rule)(1.0).eqns[0]
+        >>> identity(ruled(2.0)) == identity(ruled(2.0)), identity(ruled(2.0)) == identity(ruled(3.0))
+        (True, False)
+    """
+    found = tuple(_root(p, ()) for key, p in sorted(eqn.params.items()) if _is_function(p) and key != "out_trees")
+    for body in bodies_of(eqn):
+        consts = tuple(map(id, getattr(body, "consts", ())))
+        found += (consts, *(identity(inner) for inner in body.eqns))
+    return tuple(part for part in found if part)
+
+
+def _is_function(x: Any) -> bool:
+    return not hasattr(x, "eqns") and not isinstance(x, type) and (callable(x) or _is_wrapped(x))
+
+
+def _is_wrapped(x: Any) -> bool:
+    """JAX's own wrapped function: a function, transformations, their parameters."""
+    return hasattr(x, "transforms") and hasattr(x, "f") and hasattr(x, "params")
+
+
+def _root(x: Any, above: tuple[int, ...]) -> Any:
+    """Equal for two functions that do the same: one piece of code, and equal things closed over.
+
+    JAX wraps a rule anew at every use; in its own closures only functions and plain values are looked at.
+    """
+    if id(x) in above:
+        return "itself"
+    above += (id(x),)
+    if isinstance(x, tuple | list):
+        return tuple(_root(part, above) for part in x)
+    if isinstance(x, dict):
+        return tuple((key, _root(part, above)) for key, part in x.items())
+    if isinstance(x, types.MethodType):
+        return _root(x.__func__, above), id(x.__self__)
+    if isinstance(x, functools.partial) or _is_wrapped(x):
+        parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
+        return _root(parts, above)
+    if isinstance(x, types.FunctionType):
+        held = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
+        is_jax = x.__module__.partition(".")[0] == "jax"
+        return x.__code__, *(_root(part, above) for part in held if not is_jax or _is_function(part) or _is_plain(part))
+    return (type(x), x) if _is_plain(x) or isinstance(x, jax.tree_util.PyTreeDef) else id(x)
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or isinstance(x, bool | int | float | complex | str | bytes)

@@ -1,0 +1,85 @@
+"""Max-pooling whose gradient needs no scatter.
+
+The gradient of JAX's max-pooling is a select-and-scatter. The compilers for the CPU and the GPU expand it into sorts of
+arrays of indices as large as the input, which wait for nothing: they are made when the program starts and stand until
+they are used, whatever is executed again. In a plan, max-pooling is differentiated otherwise. A window's tangent is
+that of its first largest element, which is found by comparing the result with one strided slice of the input for each
+place in the window; transposed, that is products and sums, which are fused with their neighbours. Values and gradients
+are the same, ties included: the first of equals gets all of the gradient. Where windows overlap, only the order in
+which their gradients are added may differ. A window that holds a NaN gives its gradient to another of its elements than
+JAX's does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsub.jaxpr import compat
+
+MOST_PLACES = 25
+"""In windows of more elements slices would be many; they keep JAX's gradient."""
+
+
+def without_scatter(eqns: Sequence[Any]) -> list[Any]:
+    """Equations with max-pooling replaced by one that is differentiated by slices; the others as they are.
+
+    Example:
+        >>> from functools import partial
+        >>> pool = partial(
+        ...     lax.reduce_window,
+        ...     init_value=-jnp.inf,
+        ...     computation=lax.max,
+        ...     window_dimensions=(2,),
+        ...     window_strides=(2,),
+        ...     padding="SAME",
+        ... )
+        >>> [eqn.primitive.name for eqn in without_scatter(jax.make_jaxpr(pool)(jnp.arange(4.0)).eqns)]
+        ['custom_jvp_call']
+    """
+    return [_replaced(eqn) if _is_max_pooling(eqn) else eqn for eqn in eqns]
+
+
+def _is_max_pooling(eqn: Any) -> bool:
+    if eqn.primitive.name != "reduce_window_max" or not compat.is_var(eqn.invars[0]):
+        return False
+    dilations = (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
+    n_places = math.prod(eqn.params["window_dimensions"])
+    is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+    return is_float and n_places <= MOST_PLACES and all(d == 1 for d in dilations)
+
+
+def _replaced(eqn: Any) -> Any:
+    """The equation of a function that is derived by slices, in the place of a max-pooling."""
+
+    def pool(x: Any) -> Any:
+        return eqn.primitive.bind(x, **eqn.params)
+
+    def pushed_forward(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x,), (t,) = primals, tangents
+        y, is_found, tangent = pool(x), jnp.array(False), jnp.zeros((), t.dtype)
+        for here, t_here in zip(_slices(eqn, x, -jnp.inf, y.shape), _slices(eqn, t, 0, y.shape), strict=True):
+            is_largest = ~(here < y)
+            tangent = tangent + jnp.where(is_largest & ~is_found, t_here, 0)
+            is_found = is_largest | is_found
+        return y, tangent
+
+    function = jax.custom_jvp(pool)
+    function.defjvp(pushed_forward)
+    (found,) = compat.open_jaxpr(jax.make_jaxpr(function)(compat.shape_of(eqn.invars[0].aval))).eqns
+    return found.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+
+
+def _slices(eqn: Any, x: Any, outside: float, shape: Sequence[int]) -> Iterator[Any]:
+    """For each place in the window what stands there in every window."""
+    dims, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    padded = lax.pad(x, jnp.array(outside, x.dtype), [(low, high, 0) for low, high in eqn.params["padding"]])
+    for offset in product(*map(range, dims)):
+        stop = [o + (n - 1) * s + 1 for o, n, s in zip(offset, shape, strides, strict=True)]
+        yield lax.slice(padded, offset, stop, strides)

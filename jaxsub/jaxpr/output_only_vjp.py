@@ -1,0 +1,81 @@
+"""Elementwise functions whose derivative is known from their result: what a region saves of them is the result.
+
+JAX's rule for tanh reads the tanh that it makes itself, before anyone can name it. A policy that saves names then saves
+a copy that no derivative reads, and the backward pass executes the tanh again, and the product in front of it. Here the
+result is tagged first, and JAX's own rule, read off once, is fed with what is tagged: the same numbers, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub.jaxpr import compat
+
+CANDIDATES = frozenset("tanh logistic exp exp2 expm1 sqrt cbrt tan".split())
+"""Primitives whose rule may read the result alone; which do differs between versions of JAX."""
+
+
+def is_known_by_result(eqn: Any) -> bool:
+    """Whether an equation is such a function, of real numbers.
+
+    With `jax_remat3` none is: it sees no names inside of derivative rules.
+
+    Example:
+        >>> tanh, sin = (jax.make_jaxpr(f)(1.0).eqns[0] for f in (jnp.tanh, jnp.sin))
+        >>> is_known_by_result(sin), is_known_by_result(tanh) == (compat.remat_flavour() == "remat2")
+        (False, True)
+    """
+    if eqn.primitive.name not in CANDIDATES or not compat.is_var(eqn.invars[0]) or compat.remat_flavour() == "remat3":
+        return False
+    return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)) and _rule_of(eqn) is not None
+
+
+def tagged(eqn: Any, x: Any, tag: Callable[[Any, int], Any], offset: int) -> Any:
+    """Evaluate such an equation so that its derivative reads its result as tagged.
+
+    Args:
+        eqn: The equation.
+        x: Its argument.
+        tag: Called with its result and the offset, puts a name or a mark to it.
+        offset: The offset.
+
+    Example:
+        >>> eqn = jax.make_jaxpr(jnp.tanh)(1.0).eqns[0]
+        >>> bool(jax.grad(lambda x: tagged(eqn, x, lambda y, _: y, 0))(0.3) == jax.grad(jnp.tanh)(0.3))
+        True
+    """
+    rule = _rule_of(eqn)
+
+    def result(x: Any) -> Any:
+        return tag(eqn.primitive.bind(x, **eqn.params), offset)
+
+    def pushed_forward(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        y = result(*primals)
+        return y, jax.core.eval_jaxpr(rule, (), y, *tangents)[0]
+
+    function = jax.custom_jvp(result)
+    function.defjvp(pushed_forward)
+    return function(x)
+
+
+def _rule_of(eqn: Any) -> Any:
+    """The tangent of the result as a jaxpr of the result and the argument's tangent; `None` where it needs more."""
+    return _rule(eqn.primitive, compat.shape_of(eqn.invars[0].aval), tuple(sorted(eqn.params.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _rule(primitive: Any, aval: jax.ShapeDtypeStruct, params: tuple[tuple[str, Any], ...]) -> Any:
+    def pushed_forward(x: Any, tangent: Any) -> Any:
+        return jax.jvp(lambda x: primitive.bind(x, **dict(params)), (x,), (tangent,))
+
+    closed = jax.make_jaxpr(pushed_forward)(aval, aval)
+    jaxpr = compat.open_jaxpr(closed)
+    (x, tangent), (made, *rest) = jaxpr.invars, jaxpr.eqns
+    if made.primitive is not primitive or any(x is a for e in rest for a in e.invars):
+        return None
+    return compat.make_jaxpr_of(rest, [*made.outvars, tangent], [jaxpr.outvars[1]], closed)

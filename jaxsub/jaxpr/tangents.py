@@ -1,0 +1,93 @@
+"""Which values' tangents reach a result, looked for inside loops and conditionals too.
+
+A `while` has no backward pass, so in a loss every tangent that comes into one ends there. A region, however, hands JAX
+all of its inputs with their tangents, and for one that ends in a `while` its backward pass returns no cotangent, not
+even zeros. JAX before 0.11 cannot take that for what a scan stacks: its transpose of the scan stops with `Expected
+cotangent type float32[] but got float32[4]`. So regions are given no tangents that end in them; from 0.11 on that
+changes nothing.
+
+Where this does not look inside, as in rules of the user's own, every result has the tangents of every input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.trace import ZERO_TANGENT
+
+
+def holds_while(eqn: Any) -> bool:
+    """Whether an equation is a loop of unknown length, or holds one."""
+    return eqn.primitive.name == "while" or any(holds_while(inner) for body in bodies_of(eqn) for inner in body.eqns)
+
+
+def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
+    """Find the variables whose tangents may reach some results.
+
+    Args:
+        eqns: Equations, in order.
+        results: Variables or literals that they make.
+
+    Returns:
+        The floating-point results, and whatever a tangent of theirs comes from.
+
+    Example:
+        >>> import jax
+        >>> def f(x, y):
+        ...     return jax.lax.while_loop(lambda z: z < 3, lambda z: z + jax.lax.stop_gradient(y), x)
+        >>> jaxpr = jax.make_jaxpr(f)(1.0, 2.0)
+        >>> [v in reaching(jaxpr.eqns, jaxpr.jaxpr.outvars) for v in jaxpr.jaxpr.invars]
+        [True, False]
+    """
+    found = {a for a in results if has_tangent(a)}
+    for eqn in reversed(eqns):
+        wanted = [v in found for v in eqn.outvars]
+        if any(wanted):
+            places = zip(eqn.invars, _through(eqn, wanted), strict=True)
+            found.update(a for a, is_reaching in places if is_reaching and has_tangent(a))
+    return found
+
+
+def has_tangent(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a variable that can have a tangent: a floating-point or complex one."""
+    return compat.is_var(atom) and jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact)
+
+
+def _through(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
+    """For each input of an equation, whether its tangent may reach one of the wanted results."""
+    primitive, params = compat.unwrapped(eqn)
+    if primitive.name in ZERO_TANGENT:
+        return [False] * len(eqn.invars)
+    if primitive.name == "while":
+        is_read = _looped(params["body_jaxpr"], params["body_nconsts"], len(wanted), wanted)
+        return [False] * params["cond_nconsts"] + is_read
+    if primitive.name == "scan":
+        return _looped(params["jaxpr"], *compat.scan_sizes(eqn), wanted)
+    if primitive.name == "cond":
+        branches = [_inside(body, wanted) for body in params["branches"]]
+        return [False, *map(any, zip(*branches, strict=True))]
+    if primitive.name in ("jit", "pjit", *compat.REGIONS):
+        return _inside(params["jaxpr"], wanted)
+    return [True] * len(eqn.invars)
+
+
+def _inside(body: Any, wanted: Sequence[bool]) -> list[bool]:
+    jaxpr = compat.open_jaxpr(body)
+    found = reaching(jaxpr.eqns, [a for a, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted])
+    return [v in found for v in jaxpr.invars]
+
+
+def _looped(body: Any, n_consts: int, n_carry: int, wanted: Sequence[bool]) -> list[bool]:
+    """The same through a loop's body: what a step is given may reach the result of a later one."""
+    carry, rest = list(wanted[:n_carry]), list(wanted[n_carry:])
+    while True:
+        found = _inside(body, carry + rest)
+        wider = [a or b for a, b in zip(carry, found[n_consts:], strict=False)]
+        if wider == carry:
+            return [*found[:n_consts], *carry, *found[n_consts + n_carry :]]
+        carry = wider

@@ -1,0 +1,372 @@
+"""From a function and its arguments to a `Program`: a flat jaxpr, its trees, names and lines, and its `Graph`.
+
+Tracing is JAX's own (`jax.make_jaxpr`). Calls that mean nothing but their body (`jit` without shardings of its own,
+`closed_call`) are inlined, each time with fresh variables; what carries a differentiation rule (`custom_jvp_call`,
+`custom_vjp_call`), loops, conditionals and the user's own `jax.checkpoint` regions stay whole, one node each. Constants
+become inputs, so that what the function closes over, a tracer perhaps, is differentiated and counted like an argument.
+Equations whose results nobody reads and that have no effect are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.graph import Graph, Node, Value
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
+from jaxsub.jaxpr.identity import dtype_name, signature_of
+from jaxsub.jaxpr.shardings import Shardings, spread_over
+
+ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
+"""Primitives with float outputs through which no gradient flows."""
+
+ONCE = frozenset("io_callback outside_call".split())
+"""Primitives whose effect must not happen twice; what reads or writes a reference is not executed twice either."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A function traced at given shapes.
+
+    Attributes:
+        eqns: Flat equations, in order; node `i` of the graph is equation `i`.
+        invars: Input variables: constants first, then the leaves of the arguments.
+        outvars: Output atoms, in the order of the leaves of the result; literals among them.
+        consts: The constants' values, tracers perhaps.
+        differentiated: Positions in `invars` of the floating-point leaves of the differentiated arguments, and of
+            tracers that the function closes over: a gradient may be taken of them too.
+        loss: Position in `outvars` of a scalar floating-point loss, or `None` where the result has no such form.
+        out_tree: Tree of the result.
+        signatures: For each equation a digest of all that makes it what it is but its place.
+        graph: The same program by index.
+        traced: The jaxpr it comes from, for its debug information.
+        shardings: Where each input lies; empty where all lies on one device.
+        platform: What it is compiled for, such as `cuda`; empty where nobody has said.
+        is_of_spread: Whether it is a part, such as the body of a loop, of a program whose inputs are spread.
+    """
+
+    eqns: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    differentiated: tuple[int, ...]
+    loss: int | None
+    out_tree: Any
+    signatures: tuple[bytes, ...]
+    graph: Graph
+    traced: Any
+    shardings: Shardings = ()
+    platform: str = ""
+    is_of_spread: bool = False
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several devices hold a part each of its values."""
+        return bool(self.shardings) or self.is_of_spread
+
+    @property
+    def fingerprint(self) -> str:
+        """The graph's fingerprint: equal for equal programs, on every machine."""
+        return self.graph.fingerprint
+
+    def avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of all inputs, constants first."""
+        return tuple(v.aval for v in self.invars)
+
+    def part(self, inner: Program) -> Program:
+        """A program inside this one, such as the body of a loop, compiled for the same devices."""
+        return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
+
+
+def trace(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, argnums: int | Sequence[int] = 0
+) -> Program:
+    """Trace a function.
+
+    Args:
+        fun: The function, its static arguments bound already.
+        args: Positional arguments: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
+        kwargs: Keyword arguments, likewise.
+        argnums: The positional arguments that its gradient will be taken of.
+
+    Returns:
+        The program.
+
+    Raises:
+        UnsupportedError: If nothing in it can be differentiated, or an argument is no array.
+
+    Example:
+        >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
+        >>> [node.primitive for node in program.graph.nodes]
+        ['dot_general', 'tanh', 'reduce_sum']
+    """
+    paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    leaves = [leaf for _, leaf in paths]
+    _check_leaves(paths)
+
+    def flat(*flat_args: Any) -> Any:
+        in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
+        return fun(*in_args, **in_kwargs)
+
+    closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    out_leaves, out_tree = jax.tree.flatten(out_shape)
+    eqns, invars, outvars, consts = flatten_jaxpr(closed)
+    positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
+    positions |= _argument_positions(args, argnums, len(consts), len(leaves))
+    names = ["const"] * len(consts) + [_path_name(path) for path, _ in paths]
+    loss = _loss_position(out_tree, out_leaves)
+    program = program_of(eqns, invars, outvars, consts, positions, loss, out_tree, names, closed)
+    return replace(program, shardings=spread_over([*consts, *leaves]))
+
+
+def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],
+               loss: int | None, out_tree: Any, names: list[str], closed: Any) -> Program:  # fmt: skip
+    """Put a program together from its flat parts; `positions` are those of the differentiated inputs."""
+    differentiated = tuple(i for i in sorted(positions) if jnp.issubdtype(invars[i].aval.dtype, jnp.inexact))
+    if not differentiated:
+        raise UnsupportedError(
+            "Nothing to differentiate: the differentiated argument has no floating-point leaves "
+            f"(it has {sorted({str(invars[i].aval.dtype) for i in positions}) or 'no arrays at all'}). "
+            "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
+        )
+    eqns = live_eqns(eqns, outvars)
+    signatures = tuple(signature_of(eqn) for eqn in eqns)
+    graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
+    return Program(tuple(eqns), tuple(invars), tuple(outvars), tuple(consts), differentiated, loss, out_tree,
+                   signatures, graph, compat.open_jaxpr(closed))  # fmt: skip
+
+
+def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
+    faults = []
+    for path, leaf in paths:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
+            leaf, bool | int | float | complex
+        ):
+            faults.append(f"{_path_name(path)} is a {type(leaf).__name__}")
+    if faults:
+        raise UnsupportedError(
+            f"Arguments must be arrays: {', '.join(faults)}. Pass static_argnums= or static_argnames= for what is "
+            "no array, or register its type as a pytree."
+        )
+
+
+def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_consts: int, n_leaves: int) -> set[int]:
+    wanted = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not args:
+        return set(range(n_consts, n_consts + n_leaves))  # all arguments are keywords
+    outside = [a for a in wanted if not -len(args) <= a < len(args)]
+    if outside:
+        raise UnsupportedError(
+            f"argnums={argnums} names argument {outside[0]}, but there are {len(args)} positional ones."
+        )
+    chosen = {a % len(args) for a in wanted}
+    positions, at = set(), n_consts
+    for i, arg in enumerate(args):
+        size = len(jax.tree.leaves(arg))
+        if i in chosen:
+            positions |= set(range(at, at + size))
+        at += size
+    return positions
+
+
+def _loss_position(out_tree: Any, out_leaves: Sequence[Any]) -> int | None:
+    """Where the loss is: the result itself, or the first of a pair (loss, aux), when it is a floating-point scalar."""
+    is_leaf = jax.tree_util.treedef_is_leaf(out_tree)
+    is_pair = not is_leaf and out_tree.node_data() is not None and out_tree.node_data()[0] is tuple
+    first_is_leaf = is_pair and out_tree.num_nodes > 1 and jax.tree_util.treedef_is_leaf(out_tree.children()[0])
+    if not out_leaves or not (is_leaf or (first_is_leaf and len(out_tree.children()) == 2)):
+        return None
+    first = out_leaves[0]
+    return 0 if first.shape == () and jnp.issubdtype(first.dtype, jnp.floating) else None
+
+
+def _path_name(path: Any) -> str:
+    """An argument's path without the leading (args, kwargs) pair: `arg0['w']`."""
+    rest = jax.tree_util.keystr(path[2:])
+    first = getattr(path[1], "idx", getattr(path[1], "key", "")) if len(path) > 1 else ""
+    return (f"arg{first}" if isinstance(first, int) else str(first)) + rest
+
+
+def flatten_jaxpr(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Inline calls; return equations, inputs (constants first), outputs and constants."""
+    jaxpr = compat.open_jaxpr(closed)
+    eqns: list[Any] = []
+    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    env: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        _inline(eqn, env, eqns, hoisted, caller=None)
+    outvars = [_read(env, a) for a in jaxpr.outvars]
+    eqns = compat.sliced_where_used(eqns, outvars)
+    return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
+
+
+def flatten_closed(closed: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
+    eqns, inputs, outvars, consts = flatten_jaxpr(closed)
+    literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
+    if literals:
+        eqns = [eqn.replace(invars=[_read(literals, a) for a in eqn.invars]) for eqn in eqns]
+        outvars = [_read(literals, a) for a in outvars]
+    return eqns, inputs[len(consts) :], outvars
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return env.get(atom, atom) if compat.is_var(atom) else atom
+
+
+def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any) -> None:
+    body = compat.inlined_body(eqn)
+    invars = [_read(env, a) for a in eqn.invars]
+    if body is None:
+        if caller is not None:
+            outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            eqn = eqn.replace(invars=invars, outvars=outvars, source_info=compat.within(eqn, caller))
+        elif env:
+            eqn = eqn.replace(invars=invars)
+        eqns.append(eqn)
+        return
+    if caller is not None:
+        eqn = eqn.replace(source_info=compat.within(eqn, caller))
+    jaxpr = compat.open_jaxpr(body)
+    inner: dict[Any, Any] = dict(zip(jaxpr.invars, invars, strict=True))
+    for var, const in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=False):
+        inner[var] = compat.new_var(var.aval)
+        hoisted.append((inner[var], const))
+    for inner_eqn in jaxpr.eqns:
+        _inline(inner_eqn, inner, eqns, hoisted, caller=eqn)
+    env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
+
+
+def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Drop equations whose results nobody reads and that have no effect."""
+    wanted = {a for a in outvars if compat.is_var(a)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(a for a in eqn.invars if compat.is_var(a))
+    return kept[::-1]
+
+
+def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], differentiated: Sequence[int],
+           loss: int | None, names: Sequence[str], signatures: Sequence[bytes]) -> Graph:  # fmt: skip
+    index = {v: i for i, v in enumerate(invars)}
+    nodes: list[Node] = []
+    consumers: list[list[int]] = [[] for _ in invars]
+    digest = hashlib.sha256()
+    for i, eqn in enumerate(eqns):
+        ins = tuple(index[a] for a in eqn.invars if compat.is_var(a))
+        for v in dict.fromkeys(ins):
+            consumers[v].append(i)
+        outs = tuple(range(len(index), len(index) + len(eqn.outvars)))
+        index.update(zip(eqn.outvars, outs, strict=True))
+        consumers += [[] for _ in outs]
+        digest.update(signatures[i] + repr(ins).encode())
+        nodes.append(_node(i, eqn, ins, outs))
+    out_ids = tuple(index[a] for a in outvars if compat.is_var(a))
+    digest.update(repr(([str(v.aval) for v in invars], out_ids, tuple(differentiated), loss)).encode())
+    avals = [v.aval for v in invars] + [v.aval for eqn in eqns for v in eqn.outvars]
+    named = {n.outputs[0]: name for n, eqn in zip(nodes, eqns, strict=True) if (name := compat.given_name(eqn))}
+    active = _active(nodes, avals, differentiated, _loss_values(outvars, index, loss))
+    producer = [None] * len(invars) + [n.index for n in nodes for _ in n.outputs]
+    values = tuple(
+        Value(
+            i,
+            tuple(aval.shape),
+            dtype_name(aval.dtype),
+            aval_bytes(aval),
+            producer[i],
+            tuple(consumers[i]),
+            names[i] if i < len(names) else named.get(i),
+            active[i],
+        )
+        for i, aval in ((i, _shaped(aval)) for i, aval in enumerate(avals))
+    )
+    return Graph(tuple(nodes), values, tuple(range(len(invars))), out_ids, digest.hexdigest()[:24])
+
+
+def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node:
+    name = compat.unwrapped(eqn)[0].name
+    touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
+    can_recompute = not touches_ref and not _runs_once(eqn)
+    return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),
+                str(eqn.source_info.name_stack), (), can_recompute)  # fmt: skip
+
+
+def _runs_once(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, has an effect that must not happen twice."""
+    return eqn.primitive.name in ONCE or any(_runs_once(inner) for body in bodies_of(eqn) for inner in body.eqns)
+
+
+def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None) -> set[int]:
+    wanted = outvars if loss is None else [outvars[loss]]
+    return {index[a] for a in wanted if compat.is_var(a)}
+
+
+def _active(nodes: Sequence[Node], avals: Sequence[Any], differentiated: Sequence[int], losses: set[int]) -> list[bool]:
+    """Which values a gradient flows through: reached from a differentiated input, and reaching the loss."""
+    forward = [False] * len(avals)
+    for i in differentiated:
+        forward[i] = True
+    for node in nodes:
+        if node.primitive not in ZERO_TANGENT and any(forward[v] for v in node.inputs):
+            for v in node.outputs:
+                forward[v] = jnp.issubdtype(_shaped(avals[v]).dtype, jnp.inexact)
+    backward = [v in losses for v in range(len(avals))]
+    for node in reversed(nodes):
+        if any(backward[v] and forward[v] for v in node.outputs):
+            for v in node.inputs:
+                backward[v] = True
+    return [f and b for f, b in zip(forward, backward, strict=True)]
+
+
+def _shaped(aval: Any) -> Any:
+    """An aval with a shape and dtype: a reference's contents, an empty array for a token."""
+    inner = getattr(aval, "inner_aval", aval)
+    return inner if hasattr(inner, "shape") and hasattr(inner, "dtype") else jax.ShapeDtypeStruct((0,), jnp.bool_)
+
+
+def equation_digests(program: Program) -> str:
+    """Four hexadecimal digits for each equation: what it is, and which values it reads."""
+    rows = zip(program.signatures, program.graph.nodes, strict=True)
+    return "".join(hashlib.blake2b(s + repr(n.inputs).encode(), digest_size=2).hexdigest() for s, n in rows)
+
+
+def first_difference(program: Program, digests: str) -> str:
+    """Say which equation of a program is the first to differ from what `equation_digests` noted; empty if none were."""
+    if not digests:
+        return ""
+    ours, nodes = equation_digests(program), program.graph.nodes
+    there, here = ([text[i : i + 4] for i in range(0, len(text), 4)] for text in (digests, ours))
+    at = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here)))
+    if at < len(nodes):
+        outputs = ", ".join(str(program.graph.values[v]) for v in nodes[at].outputs)
+        line = f" at {nodes[at].source}" if nodes[at].source else ""
+        return f"The first equation that differs is number {at}, here `{nodes[at].primitive}` -> {outputs}{line}. "
+    if at < len(there):
+        return f"The first {at} equations agree; the plan's function had {len(there) - at} more. "
+    return "Their equations agree; what differs is their arguments, their results or what is differentiated. "
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of one array of this shape and dtype; typed PRNG keys count as the words they are made of.
+
+    Example:
+        >>> aval_bytes(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16))
+        24
+    """
+    dtype = aval.dtype
+    is_key = not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    itemsize = 8 if is_key else getattr(dtype, "itemsize", 0)
+    return int(math.prod(aval.shape) * itemsize)

@@ -1,0 +1,222 @@
+"""Where to cut a graph into stages, and which stages are alike.
+
+A cut is worth having where few bytes cross. Between every two consecutive costly nodes there is one candidate, the
+earliest position with the least live bytes (a stage that ends in its costly node never runs it again); it is kept if
+no candidate within a window of `window` costly nodes on either side has less. That finds ResNet blocks, LSTM cells,
+MLP layers and the halves of transformer blocks without being told of them. Weights do not count: they stand in memory
+whatever is planned.
+
+Neighbours of least weight are merged until at most `max_stages` are left. Two runs of nodes are of one kind when they
+are the same equations, wired alike, with the same values going out: they share every price and one emitted function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from jaxsub.core.chain import Crossing
+from jaxsub.core.graph import Graph, Node
+
+MAX_STAGES = 256
+"""More stages than this gain little and cost planning time, which grows with their cube."""
+
+REGION_EQUATIONS = 500
+"""Most equations in a region of several stages where stages were merged for being too many: each is several blocks,
+whose own cut is nearly as good, and to trace gradients of more is what planning would spend its time on."""
+
+FEW_STAGES = 8
+"""Up to so many stages every run of them may stand as one region, and is looked at more closely."""
+
+MANY_EQUATIONS = 5000
+"""In larger programs what regions of several stages may save is narrowed down to what their stages save."""
+
+FEW_COSTLY = 4
+"""With fewer costly nodes than this a program is cut between all nodes that compute anything."""
+
+PLACED = ("random_fold_in", "random_seed", "slice")
+"""What these take beside keys is data, whatever its value, or a place in an array: in it alone do layers differ that
+draw their own dropout, or read their own part of stacked weights."""
+
+
+def find_cuts(
+    graph: Graph, *, window: int = 2, max_stages: int = MAX_STAGES, required: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """Choose the nodes in front of which to cut.
+
+    Args:
+        graph: The program.
+        window: How many costly nodes on either side a cut is compared with.
+        max_stages: How many stages there may be at most.
+        required: Nodes in front of which there must be a cut.
+
+    Returns:
+        The first node of each stage, 0 first, and the number of nodes last.
+
+    Example:
+        >>> from jaxsub.core.graph import graph_of
+        >>> wide = [("matmul", [0], [9]), ("tanh", [1], [9]), ("sum", [2], [1]), ("matmul", [3], [9])]
+        >>> find_cuts(graph_of(wide, 1, [4], input_bytes=[1]), required=[1])
+        (0, 1, 3, 4)
+    """
+    live = live_bytes(graph)
+    costly = [n.index for n in graph.nodes if n.is_costly]
+    if len(costly) < FEW_COSTLY:
+        costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
+    candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
+    heights = live[candidates] if candidates else np.zeros(0, np.int64)
+    kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
+    pinned = {0, len(graph.nodes), *required}
+    return _merge(graph, sorted({*kept, *pinned}), pinned, max_stages)
+
+
+def widening_head(graph: Graph) -> int | None:
+    """The node behind the last costly one, where that makes more than crosses any cut, as logits of many words do.
+
+    More bytes cross a cut there than any other, so it is none of `find_cuts`. But one stage that makes such values,
+    reduces them to a loss and runs back through both holds them several times over.
+
+    Args:
+        graph: The program.
+
+    Returns:
+        The node in front of which such a head may be cut, or `None`.
+
+    Example:
+        >>> from jaxsub.core.graph import graph_of
+        >>> nodes = [("matmul", [0], [4]), ("matmul", [1], [4]), ("matmul", [2], [64]), ("exp", [3], [64])]
+        >>> widening_head(graph_of([*nodes, ("sum", [4], [1])], 1, [5], input_bytes=[4]))
+        3
+    """
+    last = next((node for node in reversed(graph.nodes) if node.is_costly), None)
+    if last is None or last.index + 1 == len(graph.nodes):
+        return None
+    crossing = live_bytes(graph)[list(find_cuts(graph)[1:-1])]
+    is_wide = sum(graph.values[v].n_bytes for v in last.outputs) > crossing.max(initial=0) > 0
+    return last.index + 1 if is_wide else None
+
+
+def shares_most_weights(graph: Graph) -> bool:
+    """Whether most bytes of the weights are read by many equations, as in an unrolled recurrent network."""
+    weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
+    shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
+    return 2 * shared > sum(v.n_bytes for v in weights)
+
+
+def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
+    """Stages at which blocks start, the number of stages last; none where each block is one stage.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+    """
+    blocks = set(find_cuts(graph))
+    ends = [stage for stage, node in enumerate(cuts) if node in blocks]
+    return [] if len(ends) == len(cuts) or shares_most_weights(graph) else ends
+
+
+def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of stages that may stand as one region, the last stage left out: single ones, and several stages or blocks.
+
+    Args:
+        cuts: The first node of each stage, and the number of nodes last.
+        ends: The stages at which blocks start.
+        sizes: How many stages, or blocks, those of several have.
+    """
+    n = len(cuts) - 1
+    sizes = range(2, n) if sizes and n <= FEW_STAGES else sizes
+    spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
+    spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
+    if n >= MAX_STAGES:
+        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
+    return list(dict.fromkeys(spans))
+
+
+def live_bytes(graph: Graph) -> np.ndarray:
+    """Bytes that cross each position: made before node `p`, read at or after it; weights and outputs left out.
+
+    Data that comes in counts while it is still to be read: a first block that reads it must not look thinner than
+    others.
+    """
+    curve = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
+    skip = graph.weights() | graph.output_set()
+    for value, last in zip(graph.values, graph.last_uses(), strict=True):
+        made = -1 if value.producer is None else value.producer
+        if value.index not in skip and last > made:
+            curve[made + 1] += value.n_bytes
+            if last + 1 < len(curve):
+                curve[last + 1] -= value.n_bytes
+    return np.cumsum(curve)
+
+
+def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
+    """What crosses the cuts, values that are made and last used in the same stages taken together."""
+    n = len(cuts) - 1
+    stage_of = np.searchsorted(cuts, np.arange(len(graph.nodes) + 1), side="right") - 1
+    outputs = graph.output_set()
+    sums: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for value, last in zip(graph.values, graph.gradient_uses(), strict=True):
+        if value.producer is None:
+            continue
+        made, used = int(stage_of[value.producer]), n if last >= len(graph.nodes) else int(stage_of[last])
+        if used > made:
+            entry = sums.setdefault((made, used), [0, 0])
+            entry[0] += 0 if value.index in outputs else value.n_bytes
+            sizes.setdefault((made, used), []).extend([] if value.index in outputs else [value.n_bytes])
+            entry[1] += value.n_bytes if value.is_differentiated and used < n else 0
+    return tuple(
+        Crossing(made, last, size, cotangent, tuple(sizes[made, last]))
+        for (made, last), (size, cotangent) in sorted(sums.items())
+    )
+
+
+def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:
+    """The key under which a run of nodes is priced: what it computes, whatever its place, and how gradients flow.
+
+    Values made inside are numbered from the first; what comes in is numbered in order of first use. The key is a
+    digest, as stable as the signatures: it is looked up for every run, and compared between processes.
+    """
+    made, last_use = graph.made_by(start, stop), graph.last_uses()
+    weights, outputs = graph.weights(), graph.output_set()
+    first, place = made.start, dict[int, int]()
+    digest = hashlib.blake2b(digest_size=16)
+    for i in range(start, stop):
+        node = graph.nodes[i]
+        refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
+        signature = _of_types(graph, node) if node.primitive in PLACED else signatures[i]
+        digest.update(signature + repr(refs).encode())
+    ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop)) for v in place]
+    returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
+    digest.update(repr((ends, returns)).encode())
+    return digest.hexdigest()
+
+
+def _of_types(graph: Graph, node: Node) -> bytes:
+    """What a node is but for the numbers among its inputs."""
+    values = (graph.values[v] for v in (*node.inputs, *node.outputs))
+    return repr((node.primitive, [(v.shape, str(v.dtype)) for v in values])).encode()
+
+
+def _merge(graph: Graph, cuts: list[int], pinned: set[int], max_stages: int) -> tuple[int, ...]:
+    """Drop cuts between the neighbours of least weight until there are few enough stages."""
+    flops = np.concatenate([[0.0], np.cumsum([n.flops for n in graph.nodes])])
+    after = dict(pairwise(cuts))
+    before = {b: a for a, b in after.items()}
+    heap = [(flops[after[c]] - flops[before[c]], c) for c in cuts[1:-1] if c not in pinned]
+    heapq.heapify(heap)
+    left = len(cuts) - 1
+    while heap and left > max_stages:
+        weight, cut = heapq.heappop(heap)
+        if cut not in before or weight < flops[after[cut]] - flops[before[cut]]:
+            if cut in before:
+                heapq.heappush(heap, (flops[after[cut]] - flops[before[cut]], cut))
+            continue
+        a, b = before.pop(cut), after.pop(cut)
+        after[a], before[b] = b, a
+        left -= 1
+    return (cuts[0], *sorted(after.values())) if after else tuple(cuts)

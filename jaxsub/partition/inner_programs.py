@@ -1,0 +1,91 @@
+"""Which equations hold programs that are worth planning: loops of known length, and conditionals with deep branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.partition.cuts import FEW_COSTLY
+
+LEAST_SHARE = 0.01
+"""Equations that make less than this share of all bytes a program makes run as they are."""
+
+
+def find_loops(program: Program) -> tuple[int, ...]:
+    """The scans worth planning: differentiated, without effects, of several steps, and not small.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> f = lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x)
+        >>> find_loops(trace(f, (1.0,), {}))
+        (0,)
+    """
+    return tuple(i for i in _large(program, "scan") if program.eqns[i].params["length"] > 1)
+
+
+def find_conditionals(program: Program) -> tuple[int, ...]:
+    """The conditionals worth planning: differentiated, without effects, not small, and a branch of several stages.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> def deep(x):
+        ...     for _ in range(6):
+        ...         x = jnp.tanh(x @ x)
+        ...     return x
+        >>> f = lambda x: jax.lax.cond(x[0, 0] > 0, deep, jnp.sin, x)
+        >>> len(find_conditionals(trace(f, (jnp.ones((2, 2)),), {})))
+        1
+    """
+    return tuple(
+        i
+        for i in _large(program, "cond")
+        if not program.eqns[i].params.get("branches_platforms")
+        and len(program.eqns[i].params["branches"]) > 1
+        and any(_is_deep(branch) for branch in program.eqns[i].params["branches"])
+    )
+
+
+def find_nested(program: Program) -> tuple[int, ...]:
+    """Loops and conditionals worth planning, in order."""
+    return tuple(sorted((*find_loops(program), *find_conditionals(program))))
+
+
+def _large(program: Program, primitive: str) -> Iterator[int]:
+    graph = program.graph
+    found = [n for n in graph.nodes if n.primitive == primitive]
+    if not found:
+        return
+    made = [_made_bytes(eqn) for eqn in program.eqns]
+    for node in found:
+        is_active = any(graph.values[v].is_differentiated for v in node.outputs)
+        is_free = node.can_recompute and not program.eqns[node.index].effects
+        if is_active and is_free and made[node.index] > LEAST_SHARE * sum(made):
+            yield node.index
+
+
+def _made_bytes(eqn: Any) -> int:
+    """Bytes an equation makes, those of a loop's body in every step, those of the largest branch."""
+    own: int = sum(aval_bytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
+    if eqn.primitive.name == "scan":
+        return own + int(eqn.params["length"]) * sum(map(_made_bytes, eqn.params["jaxpr"].eqns))
+    if eqn.primitive.name == "cond":
+        return own + max(sum(map(_made_bytes, branch.eqns)) for branch in eqn.params["branches"])
+    return own
+
+
+def _is_deep(branch: Any) -> bool:
+    """Whether a branch has enough arithmetic to be cut into stages, or a loop."""
+    eqns = list(_everywhere(branch))
+    return sum(map(is_costly, eqns)) >= FEW_COSTLY or any(e.primitive.name == "scan" for e in eqns)
+
+
+def _everywhere(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            yield from (inner for body in bodies_of(eqn) for inner in _everywhere(body))
+        else:
+            yield eqn

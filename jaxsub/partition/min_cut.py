@@ -1,0 +1,419 @@
+"""What a run of nodes may save: the min-cut over its own vector-Jacobian product, with recomputation priced.
+
+`jax.vjp` of the run is traced once, every value it makes marked on the way. In the forward jaxpr that comes out, the
+residuals are what the backward pass reads. For a price λ of one FLOP in bytes we minimise
+
+    sum of bytes of what is saved  +  λ · sum of FLOPs of what is recomputed
+
+subject to: residuals are available; a recomputed equation's inputs are available; a value is available if it is an
+input, is saved, or its equation is recomputed. That is a minimum cut, exact, found by one maximum flow for each λ. Only
+marked values can be saved (a derivative rule that reads an unmarked one, as tanh's does, cannot be served by
+a name). What the run returns costs no bytes to save: it stands anyway.
+
+Sources: He & Yu, *Transcending runtime-memory tradeoffs in checkpointing by being fusion aware* (MLSys 2023), for the
+cut; the priced recomputation is the Lagrangian of Checkmate's problem (Jain et al., MLSys 2020) on one backward pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from jaxsub.core.graph import Graph
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import flops_of
+from jaxsub.jaxpr.max_pool_vjp import without_scatter
+from jaxsub.jaxpr.output_only_vjp import is_known_by_result
+from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
+from jaxsub.jaxpr.trace import Program, aval_bytes, flatten_closed, live_eqns
+
+MARK = "jaxsub_mark_"
+_MARK = re.compile(MARK + r"(\d+)")
+INFINITE = 2**30
+LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
+MOST_VALUES = 10
+"""Up to so many values every subset is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One Pareto-optimal way to split a run's residuals into saved and recomputed.
+
+    Attributes:
+        saved: Offsets of saved values from the first value the run makes.
+        saved_bytes: Their bytes, those the run returns left out.
+        recompute_flops: Weighted FLOPs of the equations executed again.
+    """
+
+    saved: tuple[int, ...]
+    saved_bytes: int
+    recompute_flops: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFunction:
+    """A run of nodes as a function of what it reads.
+
+    Attributes:
+        call: `call(*inputs) -> (differentiated outputs, other outputs)`.
+        reads: The values it reads, in order.
+        differentiated: Positions in `reads` that a gradient flows to.
+        returns: The values of the differentiated outputs.
+        joined: Positions in `reads` of weights that equations after the run read too: their gradients join a sum.
+    """
+
+    call: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
+    reads: tuple[int, ...]
+    differentiated: tuple[int, ...]
+    returns: tuple[int, ...]
+    joined: frozenset[int]
+
+
+def run_function(
+    program: Program, start: int, stop: int, *, tag: Callable[[Any, int], Any] | None = None, saved: Sequence[int] = ()
+) -> RunFunction:
+    """Make a function of a run of nodes.
+
+    Args:
+        program: The program.
+        start: The run's first node.
+        stop: The node after its last.
+        tag: Applied to values the run makes, with their offset: a mark or a name.
+        saved: Offsets of the values to tag; all when empty.
+    """
+    graph = program.graph
+    made, last = graph.made_by(start, stop), graph.last_uses()
+    reads = tuple(dict.fromkeys(v for n in graph.nodes[start:stop] for v in n.inputs if v < made.start))
+    returns = tuple(v for v in made if last[v] >= stop)
+    active = tuple(v for v in returns if graph.values[v].is_differentiated)
+    rest = tuple(v for v in returns if not graph.values[v].is_differentiated)
+    wanted = frozenset(saved) or frozenset(range(len(made)))
+    ends_at = {graph.values[made.start + o].producer for o in wanted} if tag else set()
+    alone = {i for i in ends_at if i is not None and is_known_by_result(program.eqns[i])}
+    ends = [i + 1 for i in range(start, stop) if i in ends_at or i + 1 in alone or i == stop - 1]
+    slices = [(*_slice(program, a, b), b - 1) for a, b in zip([start, *ends], ends, strict=False)]
+
+    def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        env = dict(zip(reads, inputs, strict=True))
+        for jaxpr, ins, outs, end in slices:
+            if tag and end in alone:
+                env[outs[0]] = tagged_result(program.eqns[end], env[ins[0]], tag, outs[0] - made.start)
+                continue
+            results = jax.core.eval_jaxpr(jaxpr, (), *[env[v] for v in ins])
+            for v, result in zip(outs, results, strict=True):
+                env[v] = tag(result, v - made.start) if tag and v - made.start in wanted else result
+        return tuple(env[v] for v in active), tuple(env[v] for v in rest)
+
+    positions = tuple(i for i, v in enumerate(reads) if graph.values[v].is_differentiated)
+    joined = frozenset(i for i in positions if graph.is_joined(reads[i], stop))
+    return RunFunction(call, reads, positions, active, joined)
+
+
+def vjp_of(function: RunFunction, call: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    """The outputs and the pullback of a run with respect to what is differentiated in it."""
+
+    def of_differentiated(*active: Any) -> Any:
+        merged = list(inputs)
+        for i, x in zip(function.differentiated, active, strict=True):
+            merged[i] = x
+        return call(*merged)
+
+    outs, pullback, _ = jax.vjp(of_differentiated, *(inputs[i] for i in function.differentiated), has_aux=True)
+    return outs, pullback
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class TracedRun:
+    """A run of nodes with its backward pass, flat.
+
+    Attributes:
+        function: The run.
+        forward: Equations of its forward pass, marked; those that neither residuals nor results need are dropped.
+        inputs: Input variables of `forward`, one for each value in `function.reads`.
+        residuals: What the backward pass reads: atoms of `forward`.
+        backward: Equations of its backward pass.
+        backward_inputs: Its input variables: the residuals, then the cotangents of the outputs.
+        backward_outputs: Its outputs: cotangents of the differentiated inputs.
+        free: Offsets of values that the run returns: they stand anyway.
+        weights: For each value in `function.reads` whether it is an input of the program.
+        returned: Atoms of `forward` that the run returns.
+    """
+
+    function: RunFunction
+    forward: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    residuals: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    backward_inputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    free: frozenset[int]
+    weights: tuple[bool, ...]
+    returned: tuple[Any, ...]
+
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """Those of `backward_inputs` that are no residuals."""
+        return self.backward_inputs[len(self.residuals) :]
+
+    @property
+    def aliases(self) -> dict[Any, Any]:
+        """For each other one the variable of `forward` that it is."""
+        return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
+
+def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
+    """Trace a run of nodes and its backward pass, values it makes marked: those at some offsets, or all when empty."""
+    function = run_function(program, start, stop, tag=mark, saved=marked)
+    trees: list[Any] = []
+
+    def residuals_of(*inputs: Any) -> Any:
+        outs, pullback = vjp_of(function, function.call, inputs)
+        leaves, tree = jax.tree.flatten(pullback)
+        trees.append((tree, [compat.shape_of(jax.typeof(o)) for o in outs], len(leaves)))
+        return leaves, outs
+
+    forward = jax.make_jaxpr(residuals_of)(*read_avals(program, function))
+    eqns, inputs, results = flatten_closed(forward)
+    tree, cotangents, n_residuals = trees[0]
+    residuals = results[:n_residuals]
+    avals = [compat.shape_of(a) for a in forward.out_avals[:n_residuals]]
+    backward = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(cts))(avals, tuple(cotangents))
+    back_eqns, back_inputs, back_outputs = flatten_closed(backward)
+    base, last = program.graph.made_by(start, stop), program.graph.last_uses()
+    free = frozenset(v - base.start for v in base if last[v] >= stop)
+    weights = tuple(program.graph.values[v].producer is None for v in function.reads)
+    return TracedRun(function, tuple(live_eqns(eqns, results)), tuple(inputs), tuple(residuals), tuple(back_eqns),
+                     tuple(back_inputs), tuple(back_outputs), free, weights, tuple(results[n_residuals:]))  # fmt: skip
+
+
+def worth_marking(
+    graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
+) -> tuple[int, ...]:
+    """Offsets of the values of several stages that one of them saves or returns; of a single stage none are named.
+
+    To trace a gradient takes as long again with every value marked, and what no stage by itself would save, several
+    together hardly would.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The first stage's first node.
+        stop: The node after the last stage's last.
+        found: The choices of a stage, by its first node and the node after its last.
+    """
+    ends = [cut for cut in cuts if start <= cut <= stop]
+    if len(ends) < 3 or (ends[0], ends[-1]) != (start, stop):
+        return ()
+    first, last, marked = graph.first_value(start), graph.last_uses(), set[int]()
+    for a, b in pairwise(ends):
+        marked.update(graph.first_value(a) - first + offset for choice in found(a, b) for offset in choice.saved)
+        marked.update(v - first for v in graph.made_by(a, b) if last[v] >= b)
+    return tuple(sorted(marked))
+
+
+def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what a run reads."""
+    return [compat.shape_of(v.aval) for v in _variables(program, function.reads)]
+
+
+def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...]:
+    """Find what a run of nodes may save.
+
+    Args:
+        traced: The run.
+        least_gain: A choice must save at least this share of the run's FLOPs over the one before it.
+
+    Returns:
+        Pareto-optimal choices, the one that saves nothing first.
+    """
+    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
+    return _pareto(cut, least_gain)
+
+
+def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
+    """Find more of what a small run may save: what lies between the choices that prices find, off their convex hull.
+
+    Args:
+        traced: The run.
+        found: What `choices` finds. Of what these save every subset is looked at, if that is at most ten values.
+        least_gain: As in `choices`.
+
+    Returns:
+        Pareto-optimal choices, the one that saves nothing first.
+    """
+    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
+    values = sorted({offset for choice in found for offset in choice.saved})
+    if not 1 < len(values) <= MOST_VALUES:
+        return tuple(found)
+    every = (subset for n in range(1, len(values) + 1) for subset in combinations(values, n))
+    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, least_gain)
+
+
+def mark(x: Any, offset: int) -> Any:
+    """Mark a value so that it is found again in a jaxpr: a barrier in a named scope, the same in every JAX version."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, np.complexfloating):
+        return x  # JAX cannot save these by name
+    with jax.named_scope(f"{MARK}{offset}"):
+        return jax.lax.optimization_barrier(x)
+
+
+def _variables(program: Program, values: Sequence[int]) -> list[Any]:
+    graph, n = program.graph, len(program.invars)
+    found = []
+    for v in values:
+        producer = graph.values[v].producer
+        found.append(program.invars[v] if v < n or producer is None
+                     else program.eqns[producer].outvars[v - graph.nodes[producer].outputs[0]])  # fmt: skip
+    return found
+
+
+def _slice(program: Program, start: int, stop: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    made = program.graph.made_by(start, stop)
+    reads = tuple(dict.fromkeys(v for n in program.graph.nodes[start:stop] for v in n.inputs if v < made.start))
+    outs = tuple(made)
+    eqns = without_scatter(program.eqns[start:stop])
+    jaxpr = compat.make_jaxpr_of(eqns, _variables(program, reads), _variables(program, outs), program.traced)
+    return jaxpr, reads, outs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """The minimum-cut network: vertex 0 is the source, 1 the sink, then equations, then values."""
+
+    heads: np.ndarray
+    tails: np.ndarray
+    capacities: np.ndarray  # bytes; infinite is -1
+    flops: np.ndarray  # by equation
+    names: dict[int, int]  # vertex of a marked value -> offset
+    producers: dict[int, int]  # vertex of a value -> vertex of its equation
+    bytes: dict[int, int]  # vertex of a value -> bytes
+    made: list[int]  # by equation: the values it makes, a set of vertices as the bits of a number
+    read: list[int]  # by equation: the values it reads, inputs of the run left out, likewise
+    wanted: int  # the values the backward pass reads, likewise
+
+    @classmethod
+    def of(cls, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], free: frozenset[int]) -> _Cut:
+        vertex: dict[Any, int] = {}
+        edges: list[tuple[int, int, int]] = []
+        names, producers, sizes = {}, {}, {}
+        made: list[int] = []
+        read: list[int] = []
+        given = set(invars)
+        for e, eqn in enumerate(eqns):
+            offset = mark_of(eqn)
+            for var in eqn.outvars:
+                v = vertex[var] = 2 + len(eqns) + len(vertex)
+                producers[v], sizes[v] = 2 + e, aval_bytes(var.aval) if hasattr(var.aval, "dtype") else 0
+                if offset is None:
+                    edges.append((v, 2 + e, -1))
+                else:
+                    names[v] = offset
+                    sizes[v] = 0 if offset in free else sizes[v]
+                    edges.append((v, 2 + e, max(sizes[v], 1)))
+            made.append(_bits(vertex[v] for v in eqn.outvars))
+            reads = [vertex[a] for a in eqn.invars if compat.is_var(a) and a not in given]
+            read.append(_bits(reads))
+            edges += [(2 + e, v, -1) for v in reads]
+        wanted = [vertex[a] for a in set(filter(compat.is_var, outvars)) if a not in given]
+        edges += [(0, v, -1) for v in wanted]
+        heads, tails, capacities = (
+            (np.array(x, dtype=np.int64) for x in zip(*edges, strict=True)) if edges else (np.zeros(0, np.int64),) * 3
+        )
+        return cls(heads, tails, capacities, np.array([flops_of(e).weighted for e in eqns]), names, producers, sizes,
+                   made, read, _bits(wanted))  # fmt: skip
+
+    def solve(self, price: float) -> Choice:
+        """The cheapest choice when a FLOP costs `price` bytes."""
+        n_eqns = len(self.flops)
+        costs = np.concatenate([self.capacities.astype(float), price * self.flops])
+        finite = np.where(costs < 0, 0.0, costs)
+        scale = (INFINITE / 2) / max(finite.sum(), 1.0)
+        scaled = np.where(costs < 0, INFINITE, np.ceil(finite * scale)).astype(np.int32)
+        heads = np.concatenate([self.heads, 2 + np.arange(n_eqns)])
+        tails = np.concatenate([self.tails, np.ones(n_eqns, np.int64)])
+        size = 2 + n_eqns + len(self.producers)
+        network = csr_array((scaled, (heads, tails)), shape=(size, size), dtype=np.int32)
+        network.sum_duplicates()
+        network.data = np.minimum(network.data, INFINITE)
+        residual = network - maximum_flow(network, 0, 1).flow
+        residual.data = np.maximum(residual.data, 0)
+        residual.eliminate_zeros()
+        reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
+        again = [e for e in range(n_eqns) if 2 + e in reached]
+        saved = [v for v, e in self.producers.items() if v in reached and e not in reached]
+        return Choice(
+            tuple(sorted({self.names[v] for v in saved})),
+            sum(self.bytes[v] for v in saved),
+            float(self.flops[again].sum()),
+        )
+
+    def choice(self, saved: frozenset[int]) -> Choice:
+        """The choice of saving these values."""
+        bound = [v for v, offset in self.names.items() if offset in saved]
+        wanted, unbound, again = self.wanted, ~_bits(bound), 0.0
+        for made, read, flops in zip(reversed(self.made), reversed(self.read), self.flops[::-1].tolist(), strict=True):
+            if made & wanted & unbound:
+                again += flops
+                wanted |= read
+        return Choice(tuple(sorted(saved)), sum(self.bytes[v] for v in bound), again)
+
+
+def _bits(vertices: Iterable[int]) -> int:
+    """A set of vertices as the bits of a number: of thousands of choices each asks every equation what is wanted."""
+    return sum(1 << v for v in set(vertices))
+
+
+def mark_of(eqn: Any) -> int | None:
+    """The offset of the value that an equation marks, or `None`."""
+    if eqn.primitive.name != "optimization_barrier":
+        return None
+    found = _MARK.search(str(eqn.source_info.name_stack))
+    return int(found[1]) if found else None
+
+
+def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
+    """Keep of the lower convex hull what gains enough over the choice before it."""
+    total = float(cut.flops.sum())
+    if not cut.names or total == 0:
+        return (cut.choice(frozenset()),)
+    return _thinned(cut, _hull(cut, max(least_gain * total, 1e-9) / 4), least_gain)
+
+
+def _thinned(cut: _Cut, found: Iterable[Choice], least_gain: float) -> tuple[Choice, ...]:
+    """The choices that gain enough over the ones before them, the one that saves nothing first."""
+    kept, least_gain = [cut.choice(frozenset())], max(least_gain * float(cut.flops.sum()), 1e-9)
+    for choice in sorted(found, key=lambda c: (c.saved_bytes, c.recompute_flops, c.saved)):
+        if kept[-1].recompute_flops - choice.recompute_flops >= least_gain:
+            if choice.saved_bytes == kept[-1].saved_bytes and len(kept) > 1:
+                kept.pop()
+            kept.append(choice)
+    return tuple(kept)
+
+
+def _hull(cut: _Cut, least_gain: float) -> set[Choice]:
+    """The corners of the lower convex hull of bytes and FLOPs, each found by the price of the line between two others.
+
+    Corners closer than `least_gain` FLOPs are not told apart, so that a few minimum cuts are enough.
+    """
+    ratio = max(sum(cut.bytes.values()), 1) / float(cut.flops.sum())
+    first, last = cut.solve(ratio * LEAST_PRICE), cut.solve(ratio * MOST_PRICE)
+    found, lines = {first, last}, [(first, last)]
+    while lines:
+        low, high = lines.pop()
+        gain, n_bytes = low.recompute_flops - high.recompute_flops, high.saved_bytes - low.saved_bytes
+        if gain < least_gain or n_bytes <= 0:
+            continue
+        corner = cut.solve(n_bytes / gain)
+        if corner not in found:  # else no choice lies below the line
+            found.add(corner)
+            lines += [(low, corner), (corner, high)]
+    return found

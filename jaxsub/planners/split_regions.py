@@ -1,0 +1,83 @@
+"""Long regions in pieces: of plans that keep and execute the same, the one whose regions are short.
+
+Runs that cover a chain go in; the same come out, with regions of several stages replaced by shorter ones that together
+keep no more from the forward to the backward pass and execute no more again. Inside a region a compiler orders the
+backward pass as it likes, and may make again at once all that a long one does not save; no price of a region says how
+far it goes. Between short ones gradient barriers stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxsub.core.chain import Chain, Option, Run
+from jaxsub.core.simulate import predict
+
+ROUNDING = 1e-6  # relative; FLOPs of a long region and of its pieces are sums of the same numbers
+MOST_CHOICES = 64  # of ways to cut one region up to one cut, of which none is better in both than another
+
+
+def in_pieces(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Replace long regions by short ones that cost the same.
+
+    Args:
+        chain: What everything costs.
+        runs: Runs that cover the chain's stages.
+
+    Returns:
+        Runs that are predicted to need no more memory and execute no more again.
+
+    Example:
+        >>> from jaxsub.core.chain import Crossing, Item, Option, Stage
+        >>> stages = tuple(Stage(s, s + 1, transient_bytes=4, keep_bytes=9, keep_transient_bytes=4) for s in range(3))
+        >>> short, long = Option((0,), 1, 5, 1.0), Option((0, 1, 2), 3, 8, 2.0)
+        >>> items = (Item(0, 1, (short,)), Item(1, 2, (short,)), Item(0, 2, (long,)))
+        >>> chain = Chain(stages, items, tuple(Crossing(s, s + 1, 1, 0) for s in range(2)))
+        >>> [(run.start, run.stop) for run in in_pieces(chain, (Run(0, 2, long), Run(2, 3)))]
+        [(0, 1), (1, 2), (2, 3)]
+    """
+    short = tuple(piece for run in runs for piece in _pieces(chain, run))
+    if len(short) == len(runs) or predict(chain, short).temp_bytes > predict(chain, runs).temp_bytes:
+        return tuple(runs)
+    return short
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """Regions that cover the first stages of a long one: what they execute again, and what they keep."""
+
+    flops: float = 0.0
+    kept_bytes: int = 0
+    runs: tuple[Run, ...] = ()
+
+    def is_no_worse(self, than: _Cover) -> bool:
+        return self.flops <= than.flops and self.kept_bytes <= than.kept_bytes and len(self.runs) >= len(than.runs)
+
+
+def _pieces(chain: Chain, run: Run) -> tuple[Run, ...]:
+    """The most regions that cost no more than one does; itself where there are none, or it is no region."""
+    if run.option is None or not run.option.is_region or run.stop - run.start < 2:
+        return (run,)
+    whole = _with(chain, _Cover(), run)
+    covers: dict[int, list[_Cover]] = {run.start: [_Cover()]}
+    for s in range(run.start, run.stop):
+        for piece in _shorter(chain, run, s):
+            for before in covers.get(s, ()):
+                found, known = _with(chain, before, piece), covers.setdefault(piece.stop, [])
+                fits = found.flops <= whole.flops * (1 + ROUNDING) and found.kept_bytes <= whole.kept_bytes
+                if fits and len(known) < MOST_CHOICES and not any(k.is_no_worse(found) for k in known):
+                    known[:] = [k for k in known if not found.is_no_worse(k)] + [found]
+    return max(covers.get(run.stop, []), key=lambda c: len(c.runs), default=whole).runs
+
+
+def _shorter(chain: Chain, run: Run, start: int) -> Iterator[Run]:
+    for item in chain.items:
+        if item.start == start and item.stop <= run.stop and item.stop - item.start < run.stop - run.start:
+            yield from (Run(start, item.stop, option) for option in item.options if option.is_region)
+
+
+def _with(chain: Chain, before: _Cover, run: Run) -> _Cover:
+    option = run.option or Option()
+    kept = int(chain.crossing_bytes[run.start, run.stop]) + option.saved_bytes
+    return _Cover(before.flops + option.recompute_flops, before.kept_bytes + kept, (*before.runs, run))

@@ -1,0 +1,112 @@
+"""What `jax_remat3` does not ask policies about: refused where JAX is handed a policy, carried out where we are.
+
+JAX's new rematerialisation asks a policy about few primitives, in some versions about none, and silently recomputes
+the rest. A policy of ours that JAX is handed is watched, and refused where that would change what it says. A policy
+that is not ours, but comes to our wrappers, is asked here about each equation instead, and a plan saves what it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Segment
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.plan import Plan
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.trace import Program
+from jaxsub.policies.kinds import Policy
+from jaxsub.policies.names import JaxPolicy, label
+
+ENTERED = ("jit", "pjit", "closed_call", "scan", "cond")
+"""Primitives inside which `jax_remat3` asks about each equation."""
+
+ANSWERS = {"SaveableType": True, "RecomputeType": False}
+"""What JAX's policies answer beside true and false, by the names of the types."""
+
+
+def plan_where_ignored(policy: JaxPolicy, program: Program) -> Plan | None:
+    """The region that saves what a policy wants saved; `None` where JAX asks it about all of that itself.
+
+    Raises:
+        UnsupportedError: If the policy wants what a region of ours cannot save either: results inside loops, branches
+            and custom derivatives, or results moved to another memory.
+    """
+    asked = compat.asked_by_remat3()
+    if compat.is_known_to_remat3(policy):
+        return None
+    wanted, ignored, inside = [], set(), set()
+    for node, eqn in zip(program.graph.nodes, program.eqns, strict=True):
+        if _wants(policy, eqn):
+            wanted += [v for v in node.outputs if program.graph.values[v].consumers]
+            ignored |= {compat.unwrapped(eqn)[0].name} - asked
+        else:
+            inside |= set(_wanted_inside(policy, eqn)) - asked
+    if inside:
+        raise UnsupportedError(
+            f"With jax_remat3, JAX {jax.__version__} silently ignores the policy {label(policy)} for "
+            f"{', '.join(sorted(inside))} inside loops, branches or functions with derivatives of their own. "
+            'Use one of jaxsub.policies, such as "save_costly", or turn jax_remat3 off.'
+        )
+    if not ignored:
+        return None
+    n = len(program.eqns)
+    segment = Segment(0, n, tuple(sorted(wanted)))
+    return Plan(program.fingerprint, Budget(), n, (segment,), planner="policy")
+
+
+def _wants(policy: JaxPolicy, eqn: Any) -> bool:
+    """Whether a policy wants an equation's results saved."""
+    primitive, params = compat.unwrapped(eqn)
+    if primitive.name in compat.REGIONS:
+        return False
+    answer = policy(primitive, *(v.aval for v in eqn.invars), **params)
+    kind = type(answer).__name__
+    if kind == "Offloadable":
+        raise UnsupportedError(
+            f"With jax_remat3, JAX {jax.__version__} silently ignores the policy {label(policy)}, which moves results "
+            "to another memory. Turn jax_remat3 off for it."
+        )
+    return ANSWERS[kind] if kind in ANSWERS else bool(answer)
+
+
+def _wanted_inside(policy: JaxPolicy, eqn: Any) -> Iterator[str]:
+    """The names of the primitives that a policy wants saved inside an equation; regions there are their own."""
+    if compat.unwrapped(eqn)[0].name in compat.REGIONS:
+        return
+    for body in bodies_of(eqn):
+        for inner in compat.open_jaxpr(body).eqns:
+            if _wants(policy, inner):
+                yield compat.unwrapped(inner)[0].name
+            else:
+                yield from _wanted_inside(policy, inner)
+
+
+def refuse_ignored(policy: Any, jaxpr: Any) -> None:
+    """Refuse a policy of ours that was handed to JAX itself and would save what JAX does not ask it about."""
+    if not isinstance(policy, Policy) or not compat.ignores_policies():
+        return
+    asked = compat.asked_by_remat3()
+    if ignored := sorted(name for name in _saved_by(policy, jaxpr) if name not in asked):
+        raise UnsupportedError(
+            f"With jax_remat3, JAX {jax.__version__} recomputes {', '.join(ignored)} and silently ignores the policy "
+            f'{policy}, which saves that. Use jaxsub.policies.checkpoint(fun, policy="{policy}"), '
+            "jaxsub.flax.linen.remat or jaxsub.flax.nnx.remat instead, or turn jax_remat3 off."
+        )
+
+
+def _saved_by(policy: Callable[..., Any], jaxpr: Any) -> Iterator[str]:
+    """The names of the primitives that a policy saves results of, inside loops, branches and calls too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ENTERED:
+            for body in bodies_of(eqn):
+                yield from _saved_by(policy, compat.open_jaxpr(body))
+        elif policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+            yield eqn.primitive.name
+
+
+compat.watch_regions(refuse_ignored)

@@ -1,0 +1,1 @@
+"""From a program and settings to a verified plan: candidate plans, compiles, the plan cache."""

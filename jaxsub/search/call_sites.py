@@ -1,0 +1,101 @@
+"""Sublinear functions inside a whole step: how a step finds them while it is traced, and gives them their plans.
+
+A step that is sized as a whole is traced once for each choice of plans. Such a trace is a `Trial`: a table of plans by
+fingerprint, into which every `sublinear` function that is called meanwhile puts itself. The trial is the value of a
+JAX user context, so that what JAX remembers of inner functions (`jax.jit`, bodies of loops) is remembered for that
+trial alone. A sublinear function inside another one is part of it, and plans for itself as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxsub.core.plan import Plan
+from jaxsub.devices.targets import Target
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import Program
+from jaxsub.search.pipeline import Settings, can_plan, make_plan, untouched
+
+_TRIAL: Any = jax.make_user_context(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One sublinear function in a step, at one set of shapes.
+
+    Attributes:
+        name: What the function is called.
+        program: The function, traced; the values of what it closes over are left out.
+        settings: How it was asked to plan.
+        own: The plan it has when nothing is asked of the whole step: within its own budget, or the plain program.
+        is_sized: Whether the step may plan it: not with a plan or mirror counts of the user's own.
+        axes: The named axes that it stands in, to be entered again to plan it.
+    """
+
+    name: str
+    program: Program
+    settings: Settings
+    own: Plan
+    is_sized: bool
+    axes: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One trace of a step.
+
+    Attributes:
+        target: What the step is planned for, and so are functions in it that name no target themselves.
+        plans: Plans by fingerprint; a function without one here has its own.
+        sites: The sublinear functions that the trace has met, by fingerprint.
+        calls: How often it has met each.
+    """
+
+    target: Target
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    sites: dict[str, Site] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def plan(self, name: str, program: Program, settings: Settings) -> Plan:
+        """Take note of a function and give it its plan."""
+        key = program.fingerprint
+        if key not in self.sites:
+            chosen = replace(settings, target=self.target if settings.target is None else settings.target)
+            self.sites[key] = _site(name, replace(program, consts=()), chosen)
+        self.calls[key] = self.calls.get(key, 0) + 1
+        return self.plans.get(key, self.sites[key].own)
+
+
+def _site(name: str, program: Program, settings: Settings) -> Site:
+    is_fixed = settings.plan is not None or settings.mirror is not None
+    is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
+    own = make_plan(program, settings) if is_fixed or is_bounded else untouched(program)
+    return Site(name, program, settings, own, not is_fixed and can_plan(program), compat.axes_in_scope())
+
+
+def current() -> Trial | None:
+    """The trial that is being traced, if any."""
+    found: Trial | None = _TRIAL.value
+    return found
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Trace, inside a sublinear function, as if there were no step around it."""
+    with _TRIAL(None):
+        yield
+
+
+def tried(fun: Callable[..., Any], trial: Trial) -> Callable[..., Any]:
+    """A function whose every trace is one of a trial; its arguments are those of `fun`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _TRIAL(trial):
+            return fun(*args, **kwargs)
+
+    return run

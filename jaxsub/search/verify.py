@@ -1,0 +1,228 @@
+"""Emit, compile, measure: what a plan of a program truly needs, and what is told of it.
+
+A program and a plan go in; the gradient that is measured, what the compiler allocates for it, and what a plan keeps, in
+words, come out. What was compiled once, in this process or another, is not compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.disk_cache import code_digest, key_of
+from jaxsub.core.plan import Holding, Measurement, Plan, stored_measurement
+from jaxsub.core.timeline import name_pieces, value_label
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
+from jaxsub.emission.emit import emit
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.shardings import constrain, placed
+from jaxsub.jaxpr.trace import Program, equation_digests
+from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
+from jaxsub.partition.inner_programs import find_nested
+from jaxsub.planners.select import expected_compile_seconds
+
+MOST_EQUATIONS = 1000
+"""A way to cut that leaves more of them in one stage is looked at only where all do."""
+
+
+def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient that is measured: of the loss, or of every floating-point output where there is none.
+
+    Args:
+        program: The program.
+        flat: A function of its flat inputs that returns its flat outputs.
+
+    Returns:
+        A function that returns outputs and gradients, and the shapes of its arguments: the program's flat inputs,
+        and cotangents for its outputs where it has no loss.
+    """
+
+    def of(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def active(leaves: Sequence[Any]) -> Any:
+            merged = list(inputs)
+            for i, leaf in zip(program.differentiated, leaves, strict=True):
+                merged[i] = leaf
+            return _split(program, flat(*merged))
+
+        leaves = [inputs[i] for i in program.differentiated]
+        outs, pullback, rest = jax.vjp(active, leaves, has_aux=True)
+        cts = [jnp.ones_like(outs[0])] if program.loss is not None else list(cotangents)
+        return outs, rest, constrain(pullback(cts)[0], where)
+
+    where = [program.shardings[i] for i in program.differentiated] if program.shardings else []
+    shapes = placed(program.avals(), program.shardings)
+    outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *shapes)
+    return of, (shapes, outs)
+
+
+def has_gradient(program: Program) -> bool:
+    """Whether JAX can trace the gradient of a program."""
+    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
+    function, shapes = gradient(program, emit(program, empty))
+    try:
+        jax.eval_shape(function, *shapes)
+    except (ValueError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _split(program: Program, outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Outputs that the gradient is taken of, and the rest."""
+    if program.loss is not None:
+        return [outputs[program.loss]], [o for i, o in enumerate(outputs) if i != program.loss]
+    floats = [o for o in outputs if jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
+    return floats, [o for o in outputs if not jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
+
+
+@dataclass(slots=True, eq=False)
+class Verifier:
+    """Compiles plans of one program and remembers what they need.
+
+    Attributes:
+        pricer: The program, its target, its prices, and where they are remembered.
+        compiles: How many whole programs were compiled.
+    """
+
+    pricer: Pricer
+    compiles: int = field(init=False, default=0)
+    known: dict[Any, Measurement] = field(init=False, default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.pricer.program
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what is compiled here need not be compiled again by whoever asks later."""
+        return self.pricer.store is not None and self.pricer.store.directory is not None
+
+    def plain(self) -> Plan:
+        """The plan of doing nothing, measured."""
+        empty = _empty(self.program)
+        return empty.replace(measurement=self.measure(empty))
+
+    def measure(self, plan: Plan) -> Measurement:
+        """What the compiler allocates for a plan."""
+        shape = _shape(plan)
+        if shape not in self.known:
+            self.known[shape] = self._recall(shape) or self._compile(plan, shape)
+        return self.known[shape]
+
+    def is_known(self, plan: Plan) -> bool:
+        """Whether measuring a plan would compile nothing."""
+        return _shape(plan) in self.known
+
+    def _text(self, shape: Any) -> str:
+        target = self.pricer.target
+        return key_of(
+            "plan",
+            code_digest(),  # emission decides what is measured
+            compat.remat_flavour(),
+            target.name,
+            target.spec or "",
+            self.program.fingerprint,
+            repr(shape),
+            *map(repr, self.program.shardings),
+        )
+
+    def _recall(self, shape: Any) -> Measurement | None:
+        return stored_measurement(self.pricer.store.get(self._text(shape)) if self.pricer.store is not None else None)
+
+    def _compile(self, plan: Plan, shape: Any) -> Measurement:
+        self.compiles += 1
+        empty = self.known.get(_shape(_empty(self.program)))
+        seconds = expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
+        about = f", about {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
+        self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
+        found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
+        if self.pricer.store is not None:
+            self.pricer.store.put(self._text(shape), asdict(found))
+        return found
+
+
+def _empty(program: Program) -> Plan:
+    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
+
+
+def standing(plan: Plan) -> tuple[tuple[int, str], ...]:
+    """Bytes and words of what stands where a plan is predicted to need most, largest first."""
+    timeline = plan.timeline
+    return timeline.standing(timeline.peak_step) if timeline is not None and timeline.steps else ()
+
+
+def peak_line(program: Program, plan: Plan) -> str:
+    """Where the peak of a plan is expected, with the user's line; empty where that is not known."""
+    if plan.prediction is None or not plan.barriers:
+        return ""
+    starts = [0, *plan.barriers]
+    node = program.graph.nodes[starts[min(plan.prediction.peak_at, len(starts) - 1)]]
+    return f" The peak is near `{node.primitive}` at {node.source}." if node.source else ""
+
+
+def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
+    """Put the budget and what is kept, in words, into a plan."""
+    named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
+             if (found := getattr(plan, name)) is not None}  # fmt: skip
+    equations = equation_digests(program)
+    return plan.replace(budget=budget, holdings=holdings(program, plan), equations=equations, **named)
+
+
+def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
+    """What a plan keeps from the forward to the backward pass, alike values together, largest first.
+
+    That is what its outermost segments read from one another and what they save. The plain program keeps what the
+    compiler decides; nothing is listed for it.
+    """
+    graph = program.graph
+    kept: set[int] = set()
+    moved = {v for segment in plan.segments for v in segment.offloaded}
+    for segment in plan.segments:
+        base = graph.first_value(segment.start)
+        kept.update(segment.saved)
+        kept.update(v for n in graph.nodes[segment.start : segment.stop] for v in n.inputs
+                    if len(graph.inputs) <= v < base)  # fmt: skip
+    count: dict[tuple[str, int, bool], int] = {}
+    for v in sorted(kept):
+        key = value_label(graph, v), graph.values[v].n_bytes, v in moved
+        count[key] = count.get(key, 0) + 1
+    rows = (Holding(label, size, n, is_moved) for (label, size, is_moved), n in count.items())
+    return tuple(sorted(rows, key=lambda h: -h.n_bytes * h.count)[:64])
+
+
+def cut_choices(program: Program) -> list[tuple[int, ...]]:
+    """Ways to cut a program, the likeliest first; all but that one cut a wide head too, the second nothing else.
+
+    Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
+    is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
+    """
+    graph = program.graph
+    windows = (0, 2) if shares_most_weights(graph) else (2, 0)
+    required = {node + after for node in find_nested(program) for after in (0, 1)}
+    head = widening_head(graph)
+    finer = required if head is None else {*required, head}
+    ways = [(windows[0], required), *((w, finer) for w in windows)]
+    choices = dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways)
+    return [cuts for cuts in choices if _longest(cuts) <= MOST_EQUATIONS] or list(choices)
+
+
+def _longest(cuts: Sequence[int]) -> int:
+    """How many equations the longest stage has."""
+    return max((stop - start for start, stop in pairwise(cuts)), default=0)
+
+
+def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    """The ways to cut a program that are looked at whatever the budget: the likeliest, with a wide head cut and not."""
+    return choices[: 1 if widening_head(program.graph) is None else 2]
+
+
+def _shape(plan: Plan) -> Any:
+    """What of a plan decides what is compiled."""
+    return (plan.segments, plan.barriers, *plan.loops)

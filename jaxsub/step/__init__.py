@@ -1,0 +1,1 @@
+"""Whole train steps: `jit(memory=...)`, the budgets of the functions inside, the largest batch."""

@@ -1,0 +1,298 @@
+"""`jit`: a whole train step that fits a device: parameters, optimizer state, batch and temporaries together.
+
+`jax.jit` compiles the step; what the compiler allocates for it is read, and the `sublinear` functions inside are given
+the plans with which the whole fits (`jaxsub.step.sizing`). What is compiled to find out is what runs: a second call
+with the same shapes traces, plans and compiles nothing. Measurements and plans are kept on disk: another process traces
+the step, finds its plans, and compiles only what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub.api.sublinear import AnyCache, type_of
+from jaxsub.core.budget import Budget
+from jaxsub.core.disk_cache import code_digest, key_of, open_store
+from jaxsub.core.errors import BudgetError
+from jaxsub.core.plan import stored_measurement
+from jaxsub.devices.aot import cross_compile, lowered_text
+from jaxsub.devices.compile import measurement
+from jaxsub.devices.targets import Target, get_target
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.arguments import Statics
+from jaxsub.jaxpr.static_leaves import losing_nothing
+from jaxsub.search import call_sites
+from jaxsub.search.call_sites import Site, Trial
+from jaxsub.search.pipeline import Progress
+from jaxsub.search.plan_cache import find_plan, put_plan
+from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
+from jaxsub.step.sizing import Attempt, Sizing, step_bytes
+
+JAX_SHARE = 0.75
+"""What JAX takes of a GPU's memory unless it is told otherwise (its page "GPU memory allocation")."""
+
+
+def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget | None = None, target: Any = None,
+        cache: AnyCache = True, progress: bool = True, **jit_kwargs: Any) -> Any:  # fmt: skip
+    """`jax.jit` for train steps: one that fits a device's memory, and that the CPU's compiler does not undo.
+
+    With `memory`, the `sublinear` functions inside the step are given plans with which the whole step fits: its
+    arguments, outputs and temporaries on one device, without the outputs that reuse a donated argument, as the
+    compiler reports them. A function with a budget of its own keeps to it, one with none is left as it is where the
+    step fits. Without `memory` it is `jax.jit`, but for an option without which JAX 0.10 to 0.11.0 would merge
+    recomputation away on the CPU.
+
+    Args:
+        fun: The function, usually a whole train step. Left out, a decorator is returned.
+        memory: What the step may take of a device: `"24GiB"`, an int of bytes; `"device"` for what the device has (of
+            a GPU that is not there, the three quarters that JAX takes by default); a float in (0, 1], the fraction of
+            what it takes unplanned; or `None` for as much as it takes.
+        target: The device to plan and verify for, such as `"h100"`; calls run on the device in use, under the plans
+            that were found. `None` for the device in use.
+        cache: Where prices are kept, as for `jaxsub.sublinear`.
+        progress: Whether to show a progress bar when planning takes long.
+        **jit_kwargs: As for `jax.jit`: `donate_argnums`, `static_argnames`, `in_shardings` and so on.
+
+    Returns:
+        The compiled function, as `jax.jit` makes it; with `memory`, a `jaxsub.step.jit.Step`, whose `report(*args)`
+        says what the step takes and what was done.
+
+    Raises:
+        BudgetError: If `memory` cannot be read, or the device does not say what it has.
+        InfeasibleBudgetError: At the first call, if the step does not fit; it says what holds the memory and the least
+            that would do.
+        UnsupportedError: At the first call, if the compiler does not say what it allocates, or if modules of Flax NNX
+            change in the step and are not returned: `jaxsub.flax.nnx.jit` writes them back.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> loss = jaxsub.sublinear(loss)
+        >>> @jaxsub.jit(memory=0.7, donate_argnums=0)
+        ... def step(ws, x):
+        ...     return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
+        >>> ws, x = [jnp.eye(16)] * 16, jnp.ones((256, 16))
+        >>> found = step.report(ws, x)
+        >>> found.step_bytes <= found.memory_bytes < found.plain_bytes
+        True
+    """
+    if fun is None:
+        return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
+    fun = losing_nothing(fun, "jit")
+    if memory is not None:
+        return Step(fun, memory, target, cache, progress, jit_kwargs)
+    if target is not None:
+        raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
+    return jax.jit(fun, **_with_options(jit_kwargs))
+
+
+def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `jax.jit` is given on the device in use."""
+    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+    if not options:
+        return jit_kwargs
+    return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
+
+
+class Step:
+    """A whole step that fits a device; made by `jit(memory=...)`.
+
+    Attributes:
+        fun: The step as it was.
+        memory: What it may take of a device, as it was given.
+        target: What it is planned for; `None` for the device in use.
+    """
+
+    def __init__(self, fun: Callable[..., Any], memory: Any, target: Any, cache: AnyCache, progress: bool,
+                 jit_kwargs: dict[str, Any]):  # fmt: skip
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.memory = memory if memory == "device" else Budget.parse(memory)
+        self.target = target
+        self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
+        numbers, names = (jit_kwargs.get(f"static_arg{what}", ()) for what in ("nums", "names"))
+        numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        self._statics = Statics.of(fun, numbers, names)
+        self._shardings = jit_kwargs.get("in_shardings")
+        self._ready: dict[Any, tuple[Any, StepReport]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        return self._prepare(args, kwargs)[0](*args, **kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> StepReport:
+        """What the step takes for arguments of these shapes, arrays or `jax.ShapeDtypeStruct`s; nothing is run."""
+        return self._prepare(args, kwargs)[1]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, lowered under its plans, as `jax.jit` does it."""
+        return self._prepare(args, kwargs)[0].lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, traced under its plans, as `jax.jit` does it."""
+        return self._prepare(args, kwargs)[0].trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes of the results; nothing is planned."""
+        return jax.eval_shape(self.fun, *args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does, so that methods can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"jaxsub.jit({getattr(self.fun, '__qualname__', self.fun)!s}, memory={self.memory!s})"
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
+        are_told = self._shardings is not None and None not in jax.tree.leaves(self._shardings, is_leaf=_is_none)
+        types = tuple(_placed_type(leaf)[: 1 if are_told else 2] for leaf in leaves)
+        key = (statics, tree, types, compat.trace_context())
+        if key not in self._ready:
+            self._ready[key] = self._size(args, kwargs)
+        return self._ready[key]
+
+    def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        limit = device_bytes(get_target(self.target)) if self.memory == "device" else None
+        with Progress(self._progress) as told:
+            sizing = self.sizing(args, kwargs, told)
+            n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
+            best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
+            if best is None:
+                raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+            for key, plan in best.plans.items():
+                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
+        run = best.run if sizing.target.is_present else self._jitted(best.trial)
+        return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
+
+    def _found(self, sizing: Sizing, n_bytes: int) -> Attempt | None:
+        """The step under the plans that were found for it before, in this process or another."""
+        store, sites = open_store(self._cache), sizing.first.trial.sites
+        plans = {key: find_plan(store, self._key(sizing, n_bytes, key), site.program) for key, site in sites.items()}
+        known = {key: plan for key, plan in plans.items() if plan is not None}
+        if not known or len(known) < len(plans):
+            return None
+        attempt = sizing.attempt(known)
+        return attempt if step_bytes(attempt.measurement) <= n_bytes else None
+
+    def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
+        target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
+        asked = repr((settings.planner, settings.verify, settings.profile, settings.budget))
+        return key_of("step's plan", code_digest(), compat.remat_flavour(), target.name, target.spec or "",
+                      sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
+
+    def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None]) -> Sizing:
+        """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
+        target = get_target(self.target)
+
+        def compile_trial(trial: Trial) -> Attempt:
+            told("the whole step")
+            return self.compile(trial, args, kwargs)
+
+        return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told)
+
+    def _n_bytes(self, first: Attempt) -> int:
+        """What the step may take, in bytes."""
+        if self.memory.n_bytes is not None:
+            return int(self.memory.n_bytes)
+        return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
+
+    def _jitted(self, trial: Trial, *, is_here: bool = True) -> Any:
+        run = functools.wraps(self.fun)(call_sites.tried(self.fun, trial))
+        return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
+        """The sublinear functions inside the step, by fingerprint; nothing is compiled."""
+        trial = Trial(get_target(self.target))
+        self._jitted(trial).trace(*args, **kwargs)
+        return trial.sites
+
+    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+        """Compile the step under a trial's plans, unless what comes out of that is on disk."""
+        start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
+        jitted = self._jitted(trial, is_here=target.is_present)
+        chosen: Any = contextlib.nullcontext()
+        if target.is_present and self.target is not None:
+            chosen = jax.default_device(target.device)
+        with chosen:
+            lowered = jitted.lower(*args, **kwargs) if target.is_present else None
+            text = lowered.as_text() if lowered is not None else lowered_text(jitted, args, target, kwargs)
+            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
+            key = key_of("step", target.name, target.spec or "", repr(options), digest)
+            found = stored_measurement(store.get(key))
+            if found is None:
+                quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
+                compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
+                found = measurement(compiled, target, time.perf_counter() - start)
+                store.put(key, asdict(found))
+        return Attempt(trial, found, jitted, digest)
+
+    def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
+        _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        numbers = [i for i in range(len(args)) if i not in self._statics.argnums]
+        if self._shardings is not None:
+            told = jax.tree.broadcast(self._shardings, tuple(dynamic_args), is_leaf=_is_none)
+            dynamic_args = jax.tree.map(_spread, tuple(dynamic_args), told, is_leaf=_is_none)
+        return held_by(
+            dynamic_args, dynamic_kwargs, [self._name(i) for i in numbers], attempt.run.trace(*args, **kwargs)
+        )
+
+    def _name(self, number: int) -> str:
+        parameters = list(inspect.signature(self.fun).parameters.values())
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in parameters if p.kind in kinds]
+        return names[number] if number < len(names) else f"argument {number}"
+
+
+def device_bytes(target: Target) -> int:
+    """What a device has for a program.
+
+    Raises:
+        BudgetError: If it does not say.
+
+    Example:
+        >>> device_bytes(get_target("h100")) / 2**30
+        60.0
+    """
+    if not target.is_present:
+        return int(JAX_SHARE * target.memory_bytes)
+    found = (target.device.memory_stats() or {}) if target.device is not None else {}
+    if "bytes_limit" not in found:
+        raise BudgetError(
+            f'memory="device": `{target.name}` ({target.platform}) does not say how much memory a program may take. '
+            'Say it in bytes, memory="8GiB", or name the GPU to plan for, target="h100".'
+        )
+    return int(found["bytes_limit"])
+
+
+def _placed_type(leaf: Any) -> tuple[Any, Any]:
+    """What of an argument a step's memory depends on: shape and dtype, and how it is spread over devices."""
+    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "dtype"):
+        return type_of(leaf), None
+    sharding = getattr(leaf, "sharding", None)
+    spread = None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding
+    return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)), spread
+
+
+def _spread(leaf: Any, sharding: Any) -> Any:
+    return leaf if sharding is None else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

@@ -1,0 +1,210 @@
+"""`max_batch`: the largest batch with which a whole step fits, as it stands and planned.
+
+Memory grows about linearly with the batch. So the search doubles until a batch does not fit, or jumps to where the line
+through what was seen meets the limit, and then goes on between a batch that fits and one that does not until they are
+neighbours. Every batch is compiled for shapes alone; nothing is executed. Planned, a batch is tried under the plans
+that need least, found once and carried over to other batches of the same program; what is found is then planned as
+`jaxsub.jit` plans it, so that it is known to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxsub.api.sublinear import AnyCache
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.errors import BudgetError, InfeasibleBudgetError
+from jaxsub.core.plan import Plan
+from jaxsub.devices.targets import get_target
+from jaxsub.search.call_sites import Trial
+from jaxsub.search.pipeline import Progress
+from jaxsub.step.jit import Step, device_bytes
+from jaxsub.step.report import StepReport
+from jaxsub.step.sizing import step_bytes
+
+LEAP = 16
+"""How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The largest batches with which a step fits; print it.
+
+    Attributes:
+        memory_bytes: What the step may take of a device.
+        plain: The largest batch with which it fits as it stands; 0 where none does.
+        planned: The largest batch that was found to fit under `jaxsub.jit(memory=...)`.
+        report: What the step takes there, and what is recomputed.
+    """
+
+    memory_bytes: int
+    plain: int
+    planned: int
+    report: StepReport
+
+    def __str__(self) -> str:
+        times = f" ({self.planned / self.plain:.1f} times)" if self.plain else ""
+        again = f", {self.report.extra:.2f} of a forward pass again" if self.report.extra else ""
+        return (
+            f"largest batch in {format_bytes(self.memory_bytes)} ({self.report.measurement.target}): "
+            f"{self.plain or 'none'} as it stands, {self.planned} planned{times}{again}"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("BatchSizes(...)" if cycle else str(self))
+
+
+def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]], *, memory: str | int,
+              target: Any = None, multiple_of: int = 1, cache: AnyCache = True, progress: bool = True,
+              **jit_kwargs: Any) -> BatchSizes:  # fmt: skip
+    """Find the largest batch with which a step fits a device, as it stands and planned; nothing is executed.
+
+    Args:
+        step_for_batch: Returns, for a batch size, the step, as it would be given to `jaxsub.jit`, and its positional
+            arguments: arrays or `jax.ShapeDtypeStruct`s.
+        memory: What the step may take of a device, in bytes, or `"device"`; as for `jaxsub.jit`.
+        target: The device to plan for, such as `"h100"`; `None` for the one in use.
+        multiple_of: What the batch must be a multiple of.
+        cache: Where prices are kept, as for `jaxsub.sublinear`.
+        progress: Whether to show a progress bar when it takes long.
+        **jit_kwargs: As for `jax.jit`, such as `donate_argnums`.
+
+    Returns:
+        The batches, and what the step takes with the larger one.
+
+    Raises:
+        BudgetError: If `memory` is no number of bytes, or the device does not say what it has.
+        InfeasibleBudgetError: If the step fits with no batch at all; it says what holds the memory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxsub
+        >>> @jaxsub.sublinear
+        ... def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
+        >>> ws = [jnp.eye(16)] * 6
+        >>> found = jaxsub.max_batch(
+        ...     lambda n: (jax.grad(loss), (ws, jax.ShapeDtypeStruct((n, 16), "float32"))),
+        ...     memory="256KiB", multiple_of=64,
+        ... )  # fmt: skip
+        >>> found.plain < found.planned
+        True
+    """
+    if multiple_of < 1:
+        raise ValueError(f"a batch is a multiple of at least 1, got multiple_of={multiple_of}")
+    n_bytes = device_bytes(get_target(target)) if memory == "device" else Budget.parse(memory).n_bytes
+    if n_bytes is None:
+        raise BudgetError(f'memory={memory!r} is no number of bytes: pass "24GiB", an int, or "device".')
+    with Progress(progress) as told:
+        batches = _Batches(step_for_batch, n_bytes, target, cache, jit_kwargs, told)
+        plain = largest(batches.plain_bytes, n_bytes, multiple_of)
+        batches.find_least(plain or multiple_of)
+        planned = largest(batches.least_bytes, n_bytes, multiple_of, plain) if batches.least else plain
+        while True:
+            planned = max(planned, plain, multiple_of)
+            try:
+                return BatchSizes(n_bytes, plain, planned, batches.report(planned))
+            except InfeasibleBudgetError as error:
+                if planned <= max(plain, multiple_of):
+                    raise
+                fewer = min(planned - multiple_of, planned * n_bytes // error.least_bytes)
+                planned = fewer // multiple_of * multiple_of
+
+
+@dataclass(slots=True, eq=False)
+class _Batches:
+    """A step at several batch sizes."""
+
+    step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
+    n_bytes: int
+    target: Any
+    cache: AnyCache
+    jit_kwargs: dict[str, Any]
+    told: Callable[[str], None]
+    least: list[Plan] = field(init=False, default_factory=list)
+
+    def _step(self, batch: int) -> tuple[Step, tuple[Any, ...]]:
+        fun, args = self.step_for_batch(batch)
+        return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)
+
+    def plain_bytes(self, batch: int) -> int:
+        """What the step takes as it stands."""
+        step, args = self._step(batch)
+        return step_bytes(step.sizing(args, {}, self.told).first.measurement)
+
+    def find_least(self, batch: int) -> None:
+        """Find the plans that need least."""
+        step, args = self._step(batch)
+        sizing = step.sizing(args, {}, self.told)
+        self.least = list(sizing.least().plans.values()) if sizing.ladders else []
+
+    def least_bytes(self, batch: int) -> int:
+        """What the step takes under the plans that need least, carried over where the program is of the same form."""
+        step, args = self._step(batch)
+        sites = step.find(args, {})
+        alike = len(sites) == len(self.least) and all(
+            len(site.program.eqns) == plan.n_nodes for site, plan in zip(sites.values(), self.least, strict=True)
+        )
+        if not alike:
+            return step_bytes(step.sizing(args, {}, self.told).least().measurement)
+        plans = {key: plan.replace(fingerprint=key) for key, plan in zip(sites, self.least, strict=True)}
+        self.told(f"the whole step, batch {batch}")
+        return step_bytes(step.compile(Trial(get_target(self.target), plans), args, {}).measurement)
+
+    def report(self, batch: int) -> StepReport:
+        """The step, planned.
+
+        Raises:
+            InfeasibleBudgetError: If it does not fit.
+        """
+        step, args = self._step(batch)
+        return step.report(*args)
+
+
+def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
+    """Find the largest multiple of `unit` whose bytes are within a limit.
+
+    Args:
+        bytes_of: Bytes of a batch; growing with it, about linearly.
+        limit: The limit.
+        unit: What the batch is a multiple of.
+        known: A batch that is known to fit, or 0.
+
+    Returns:
+        The batch, or 0 if not even `unit` fits.
+
+    Example:
+        >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)
+        128
+    """
+    seen: dict[int, int] = {known: bytes_of(known)} if known else {}
+    low, high, same = known, None, 0
+    batch = max(unit, 2 * known)
+    while True:
+        seen[batch] = bytes_of(batch)
+        fits = seen[batch] <= limit
+        same = (max(same, 0) + 1 if fits else min(same, 0) - 1) if high is not None else 0
+        low, high = (batch, high) if fits else (low, batch)
+        if high is not None and high - low <= unit:
+            return low
+        meets = _meet(seen, low, high, limit)
+        if high is None:
+            batch = int(min(max(2 * low if meets is None else meets, low + unit), LEAP * low)) // unit * unit
+        else:
+            halved = (low + high) // 2  # where the line has led to the same side twice
+            wanted = halved if meets is None or abs(same) > 1 else meets
+            batch = int(min(max(wanted, low + unit), high - unit)) // unit * unit
+
+
+def _meet(seen: dict[int, int], low: int, high: int | None, limit: int) -> float | None:
+    """Where the line through the two batches next to the limit meets it."""
+    below = sorted(n for n in seen if n <= low)
+    ends = [*below[-1:], high] if high is not None else below[-2:]
+    if len(ends) < 2:
+        return None
+    a, b = ends
+    slope = (seen[b] - seen[a]) / (b - a)
+    return a + (limit - seen[a]) / slope if slope > 0 else None

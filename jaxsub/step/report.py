@@ -1,0 +1,251 @@
+"""What a whole step holds, in words: the report of a step that fits, and the error of one that does not.
+
+Arguments are told apart by name, and by what the step returns anew: parameters and optimizer state, as a rule, which
+can be donated. Temporaries are told apart by what the plans of the functions inside keep at their peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import SequenceKey, keystr
+
+from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.plan import Measurement, Plan
+from jaxsub.search.verify import finish, peak_line, standing
+from jaxsub.step.sizing import Attempt, step_bytes
+
+ROWS = 6
+"""How many values that stand at the peak are named; the others are counted."""
+
+DOMINANT = 0.5
+"""An argument with more than this share of all arguments is told apart by its fields, as a train state has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Arguments of a step that belong together.
+
+    Attributes:
+        name: The argument's name, or a path into it.
+        n_bytes: Their bytes, on one device.
+        n_arrays: How many they are.
+        largest: The largest of them: path, dtype and shape.
+        state_bytes: Bytes of those that the step returns anew: parameters, optimizer state.
+        kept_bytes: Bytes of those that it returns anew and that are not donated.
+    """
+
+    name: str
+    n_bytes: int
+    n_arrays: int
+    largest: str
+    state_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSite:
+    """A sublinear function in a step and what became of it.
+
+    Attributes:
+        name: What it is called.
+        calls: How often the step calls it.
+        plan: Its plan; `plan.segments` is empty where nothing had to be recomputed.
+    """
+
+    name: str
+    calls: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a whole step takes, and what was done so that it fits; print it.
+
+    Attributes:
+        memory_bytes: What it may take of a device.
+        plain: What the compiler allocates for it with every function in it under its own plan, or under none.
+        measurement: What the compiler allocates for it now.
+        arguments: Its arguments, largest first.
+        sites: The sublinear functions in it.
+        n_compiles: How many whole steps were compiled.
+    """
+
+    memory_bytes: int
+    plain: Measurement
+    measurement: Measurement
+    arguments: tuple[Held, ...]
+    sites: tuple[PlannedSite, ...]
+    n_compiles: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step takes of a device: arguments, outputs and temporaries, without outputs in donated memory."""
+        return step_bytes(self.measurement)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The same before the step was planned."""
+        return step_bytes(self.plain)
+
+    @property
+    def extra(self) -> float:
+        """What the functions in it execute again, in forward passes."""
+        found = [(s.plan.prediction, s.calls) for s in self.sites if s.plan.prediction is not None]
+        forward = sum(p.forward_flops * calls for p, calls in found)
+        return sum(p.extra_flops * calls for p, calls in found) / max(forward, 1.0)
+
+    def __str__(self) -> str:
+        return "\n".join(_report_lines(self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("StepReport(...)" if cycle else str(self))
+
+
+def report(n_bytes: int, first: Attempt, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
+    """Put together what was found."""
+    sites = []
+    for key, site in best.trial.sites.items():
+        found, budget = best.plans[key], site.settings.budget
+        plan = finish(site.program, found, budget if found is site.own else Budget(max(1, _predicted(found))))
+        sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
+    return StepReport(n_bytes, first.measurement, best.measurement, tuple(held), tuple(sites), n_compiles)
+
+
+def _predicted(plan: Plan) -> int:
+    return plan.prediction.temp_bytes if plan.prediction is not None else 1
+
+
+def _report_lines(found: StepReport) -> Iterator[str]:
+    measured = found.measurement
+    was = f"{format_bytes(found.plain_bytes)} -> " if found.plain_bytes != found.step_bytes else ""
+    yield (
+        f"jaxsub step: {was}{format_bytes(found.step_bytes)} of {format_bytes(found.memory_bytes)} "
+        f"({measured.target}, {found.n_compiles} compiles)"
+    )
+    donated = f", {format_bytes(measured.alias_bytes)} of them in donated memory" if measured.alias_bytes else ""
+    yield f"arguments  {format_bytes(measured.argument_bytes)}: {_argument_words(found.arguments) or 'none'}"
+    yield f"outputs    {format_bytes(measured.output_bytes)}{donated}"
+    before = found.plain.temp_bytes
+    yield "temporary  " + (
+        f"{format_bytes(before)} -> " if before != measured.temp_bytes else ""
+    ) + format_bytes(measured.temp_bytes)  # fmt: skip
+    for site in found.sites:
+        times = f", called {site.calls} times" if site.calls > 1 else ""
+        yield f"{site.name}{times}: {_plan_words(site.plan)}"
+
+
+def _argument_words(held: Sequence[Held]) -> str:
+    return ", ".join(f"{h.name} {format_bytes(h.n_bytes)}" for h in held[:ROWS])
+
+
+def _plan_words(plan: Plan) -> str:
+    if not plan.segments and not plan.barriers and not plan.loops:
+        return "nothing recomputed"
+    made = plan.prediction
+    extra = f", {made.extra_flops / max(made.forward_flops, 1.0):.2f} of a forward pass again" if made else ""
+    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`)"
+
+
+def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], traced: Any) -> tuple[Held, ...]:
+    """What a step's arguments hold, by name, largest first.
+
+    Args:
+        args: Positional arguments: trees of arrays and shapes.
+        kwargs: Keyword arguments, likewise.
+        names: What the positional arguments are called.
+        traced: The step, traced (`jax.jit(step).trace(...)`): it knows what is donated and what is returned.
+    """
+    returned: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(traced.out_info):
+        returned[leaf.shape, leaf.dtype] = returned.get((leaf.shape, leaf.dtype), 0) + 1
+    infos = iter(jax.tree.leaves(traced.args_info))
+    leaves: list[tuple[str, Any, Any, int, bool, bool]] = []
+    for name, tree in [*zip(names, args, strict=True), *kwargs.items()]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            info = next(infos)
+            left = returned.get((info.shape, info.dtype), 0)
+            returned[info.shape, info.dtype] = left - 1
+            leaves.append((name, path, info, _bytes(leaf, info), left > 0, left > 0 and not info.donated))
+    whole = sum(n_bytes for *_, n_bytes, _, _ in leaves)
+    groups: dict[str, list[Any]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf[0], []).append(leaf)
+    split: list[Held] = []
+    for name, members in groups.items():
+        parts: dict[str, list[Any]] = {}
+        for leaf in members:
+            parts.setdefault(name + keystr(leaf[1][:1]), []).append(leaf)
+        is_named = not any(isinstance(leaf[1][0], SequenceKey) for leaf in members if leaf[1])
+        is_split = is_named and 1 < len(parts) <= ROWS and sum(m[3] for m in members) > DOMINANT * whole
+        split += [_held(n, m) for n, m in (parts if is_split else {name: members}).items()]
+    return tuple(sorted(split, key=lambda h: -h.n_bytes))
+
+
+def _held(name: str, leaves: Sequence[Any]) -> Held:
+    argument, path, info, *_ = max(leaves, key=lambda leaf: leaf[3])
+    largest = f"{argument}{keystr(path)} {info.dtype}[{','.join(map(str, info.shape))}]"
+    state, kept = (sum(leaf[3] for leaf in leaves if leaf[place]) for place in (4, 5))
+    return Held(name, sum(leaf[3] for leaf in leaves), len(leaves), largest, state, kept)
+
+
+def _bytes(leaf: Any, info: Any) -> int:
+    """Bytes of an argument on one device."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(tuple(info.shape)) if sharding is not None else info.shape
+    return int(math.prod(shape) * info.dtype.itemsize)
+
+
+def infeasible(n_bytes: int, least: Attempt, held: Sequence[Held]) -> InfeasibleBudgetError:
+    """The error of a step that does not fit: what holds its memory, and what would fit."""
+    measured, needed = least.measurement, step_bytes(least.measurement)
+    own = max(0, measured.output_bytes - measured.alias_bytes)
+    holders = [_row(h.n_bytes, needed, f"{h.name}: {h.n_arrays} arrays, the largest {h.largest}") for h in held[:ROWS]]
+    if own:
+        holders.append(_row(own, needed, "outputs that are in no donated argument's memory"))
+    holders.append(_row(measured.temp_bytes, needed, "temporary, of which are expected at the peak:"))
+    holders += [f"    {line}" for line in _temporary_lines(least)]
+    state = sum(h.state_bytes for h in held)
+    wrap = "" if least.trial.sites else (
+        " No jaxsub.sublinear function stands inside the step, so nothing can be recomputed: wrap the loss, "
+        "loss = jaxsub.sublinear(loss)."
+    )  # fmt: skip
+    fixed = [site.name for site in least.trial.sites.values() if not site.is_sized]
+    if fixed:
+        wrap += f" `{'`, `'.join(fixed)}` cannot be planned by the step: made with plan= or mirror=, or no gradient."
+    raise_to = f"Pass memory={needed}"
+    donate = sum(h.kept_bytes for h in held)
+    names = [h.name for h in held if h.kept_bytes]
+    hint = f"donate {' and '.join(names)} (donate_argnums=), which frees up to {format_bytes(donate)}" if donate else ""
+    ways = [raise_to, *([hint] if hint else []), "make the batch smaller", "spread it over more devices"]
+    return InfeasibleBudgetError(
+        f"The step does not fit in `{format_bytes(n_bytes)}` ({n_bytes} bytes) of a device: the least that was found "
+        f"is `{format_bytes(needed)}`.{wrap}\n" + "\n".join(holders) + "\n"
+        f"Parameters and optimizer state, which the step returns anew, are {format_bytes(state)} of it "
+        f"({state / max(needed, 1):.0%}). {', '.join(ways[:-1])}, or {ways[-1]}.",
+        requested_bytes=n_bytes,
+        least_bytes=needed,
+        holders=tuple(holders),
+    )  # fmt: skip
+
+
+def _row(n_bytes: int, whole: int, words: str) -> str:
+    return f"  {format_bytes(n_bytes):>10} {n_bytes / max(whole, 1):>4.0%}  {words}"
+
+
+def _temporary_lines(attempt: Attempt) -> Iterator[str]:
+    """What each function keeps at its own peak, largest first, and the gradients of what it differentiates."""
+    for key, site in attempt.trial.sites.items():
+        plan = finish(site.program, attempt.plans[key], Budget())
+        weights = [site.program.graph.values[i] for i in site.program.differentiated]
+        rows = [(sum(v.n_bytes for v in weights), f"gradients of {site.name}, {len(weights)} arrays")]
+        rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in standing(plan)]
+        for n_bytes, words in sorted(rows, key=lambda row: -row[0])[: ROWS + 1]:
+            yield f"{format_bytes(n_bytes):>10}  {words}"
+        if peak := peak_line(site.program, plan):
+            yield f"{'':>10}  {site.name}:{peak}"

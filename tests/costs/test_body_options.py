@@ -1,0 +1,236 @@
+"""Plans inside equations: the branches of conditionals, and deep bodies of loops."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax, random
+from jaxprs import by_result, equations, regions
+from loops import assert_same, gradient_flops
+
+import jaxsub
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, walk
+from jaxsub.core.plan import Plan
+from jaxsub.costs.body_options import body_plans
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.cond_options import branch_choices
+from jaxsub.costs.scan_options import loop_choices
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.scans import body_program, branch_programs
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import trace
+from jaxsub.partition.inner_programs import find_conditionals, find_loops, find_nested
+
+WS = random.normal(random.key(0), (6, 8, 8)) / 3
+X = random.normal(random.key(1), (16, 8))
+
+
+def deep(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def one_deep_branch(ws, x):
+    return jnp.mean(lax.cond(x[0, 0] > 0, lambda x: deep(ws, x), lambda x: jnp.sin(x @ ws[0]), x) ** 2)
+
+
+def the_other_branch(ws, x):
+    return one_deep_branch(ws, x * -jnp.sign(x[0, 0]))
+
+
+def three_branches(ws, x):
+    branches = [lambda x, n: deep(ws, x) * n, lambda x, n: x, lambda x, n: deep(ws, jnp.sin(x)) + n]
+    return jnp.mean(lax.switch(2 * jnp.argmax(x[0]) % 3, branches, x, jnp.int32(3)) ** 2)
+
+
+def closed_over(ws, x):
+    """Branches that close over values computed outside, and return integers and Booleans too."""
+    y, flag = jnp.sin(x), x[1, 1] > 0
+    x, n, same = lax.cond(x[0, 0] != 0, lambda x: (deep(ws, x) * y, 2, flag), lambda x: (y, 3, ~flag), x)
+    return jnp.mean(jnp.where(same, x, y) ** 2) * n
+
+
+def in_a_loop(ws, x):
+    def step(x, i):
+        return lax.cond(i % 2 == 0, lambda x: deep(ws, x), lambda x: jnp.cos(x @ ws[0]), x), None
+
+    return jnp.mean(lax.scan(step, x, jnp.arange(5))[0] ** 2)
+
+
+CONDITIONALS = (one_deep_branch, the_other_branch, three_branches, closed_over)
+HALVES = Inside((Segment(0, 4), Segment(4, 8)), (4, 8))
+
+
+def inside_of(body):
+    """Two regions and two barriers, where the body is long enough."""
+    return HALVES if len(body.eqns) > 8 else Inside()
+
+
+def by_hand(f, *args):
+    """The function with regions inside its branches, those of a loop's body too."""
+    program = trace(f, args, {}, argnums=(0, 1))
+    ways = tuple(branches_by_hand(program))
+    for node in find_loops(program):
+        ways += (Loop(node, (2,), True, inside=Inside(ways=tuple(branches_by_hand(body_program(program, node))))),)
+    assert ways
+    plan = Plan(program.fingerprint, Budget(), len(program.eqns), loops=ways)
+    return jaxsub.sublinear(f, plan=plan, argnums=(0, 1))
+
+
+def branches_by_hand(program):
+    for node in find_conditionals(program):
+        way = Conditional(node, tuple(inside_of(b) for b in branch_programs(program, node)))
+        assert HALVES in way.branches
+        yield way
+
+
+@pytest.mark.parametrize("f", [*CONDITIONALS, in_a_loop], ids=lambda f: f.__name__)
+def test_regions_in_branches_are_the_same_function(f):
+    """Values and gradients are those of the plain conditional, whichever branch runs."""
+    assert_same(f, by_hand(f, WS, X), WS, X)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+def test_planned_branches_compose(transform):
+    """Forward mode, and batching, which runs all branches, go through regions in branches."""
+    f, g = one_deep_branch, by_hand(one_deep_branch, WS, X)
+    transformed = {
+        "jvp": lambda f: jax.jvp(f, (WS, X), (WS * 0.1, X * 0.2)),
+        "vmap": lambda f: jax.vmap(jax.grad(f), (None, 0))(WS, jnp.stack([X, -X])),
+    }[transform]
+    for a, b in zip(jax.tree.leaves(transformed(g)), jax.tree.leaves(transformed(f)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_regions_in_branches_are_there():
+    """The branch that is planned holds two regions, the other none."""
+
+    def counts(f):
+        (cond,) = (e for e in equations(jax.make_jaxpr(f)(WS, X)) if e.primitive.name == "cond")
+        return [len(list(regions(branch))) for branch in cond.params["branches"]]
+
+    assert counts(by_hand(one_deep_branch, WS, X)) == [0, 2]
+    assert counts(one_deep_branch) == [0, 0]
+
+
+def test_conditionals_that_stay_as_they_are():
+    """Shallow branches, branches with effects and conditionals without a gradient are left alone."""
+
+    def f(ws, x):
+        x = lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
+        x = lax.cond(x[0, 0] > 0, lambda x: jax.debug.callback(lambda: None) or deep(ws, x), jnp.cos, x)
+        still = lax.stop_gradient(x)
+        fixed = lax.stop_gradient(ws)
+        return jnp.mean(x * lax.cond(x[0, 0] > 0, lambda x: deep(fixed, x), jnp.cos, still))
+
+    program = trace(f, (WS, X), {}, argnums=(0, 1))
+    assert sum(node.primitive == "cond" for node in program.graph.nodes) == 3
+    assert find_nested(program) == ()
+
+
+def test_branches_are_offered_for_less_and_less_memory():
+    """Of the ways to run a conditional each keeps less, needs less or runs less again than any other of its form."""
+    program = trace(three_branches, (WS, X), {}, argnums=(0, 1))
+    (node,) = find_conditionals(program)
+    pricer = Pricer(program, get_target(None), is_compiled=False)
+    found = branch_choices(program, node, pricer._body_chain)
+    assert {c.is_region for c in found} == {False, True}
+    assert all(c.loop.branches[1] == Inside() for c in found)
+    kept = [c.kept_bytes for c in found if not c.is_region]
+    assert min(kept) < max(kept)
+
+
+def test_a_plan_in_a_region_saves_values():
+    """In a step that is executed again its stages' regions save values, where JAX saves them in nests."""
+
+    def f(ws, x):
+        def step(x, w):
+            for _ in range(5):
+                x = x + jnp.tanh(jnp.tanh(x @ w) @ w.T)
+            return x, None
+
+        return jnp.mean(lax.scan(step, x, ws)[0] ** 2)
+
+    program = trace(f, (WS, jnp.ones((256, 8))), {}, argnums=(0, 1))
+    pricer = Pricer(program, get_target(None), is_compiled=False)
+    body = body_program(program, *find_loops(program))
+    plans = [plan for plan in body_plans(body, pricer._body_chain) if plan.is_region]
+    saving = [plan for plan in plans if any(segment.saved for segment in walk(plan.inside.segments))]
+    assert bool(saving) == compat.saves_in_nests()
+    again = [plan.again_flops for plan in plans]
+    assert min(again) < max(again)
+
+
+def test_a_plan_with_branches_is_stored_shown_and_loaded():
+    """JSON brings back the same branches; the text names each."""
+    way = Conditional(3, (Inside(), Inside((Segment(0, 4, (2,)),), (4,), (Loop(5, (8,)),))))
+    plan = Plan("f", Budget(), 9, loops=(way,))
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "branch 0: as it is" in text
+    assert "branch 1: 1 regions, 1 values saved, 1 barriers" in text
+    assert "blocks of 8 steps" in text
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_deep_branch_is_planned(index):
+    """A branch of ten layers needs less than half of what it did, and nobody notices which branch runs."""
+
+    def f(ws, x):
+        branches = [lambda x: deep(ws, x), lambda x: jnp.sin(x @ ws[0])]
+        return jnp.mean(lax.switch((x[0, 0] < 0).astype(int), branches, x) ** 2)
+
+    ws, x = random.normal(random.key(0), (10, 16, 16)) / 4, jnp.full((256, 16), 0.5 - index)
+    plain = jaxsub.measure(f, ws, x, argnums=(0, 1)).temp_bytes
+    g = jaxsub.sublinear(f, budget=0.45, argnums=(0, 1), progress=False)
+    assert any(isinstance(way, Conditional) for way in g.plan(ws, x).loops)
+    assert jaxsub.measure(g, ws, x, argnums=(0, 1)).temp_bytes <= 0.45 * plain
+    assert_same(f, g, ws, x)
+
+
+def recurrent(ws, x):
+    """Layers of a recurrence over rows and a few products."""
+
+    def layer(x, w):
+        return deep(w[1:], lax.scan(lambda h, row: (jnp.tanh(h @ w[0] + row),) * 2, x[0] * 0, x)[1]), None
+
+    return jnp.mean(lax.scan(layer, x, jnp.stack([ws, ws, ws]))[0] ** 2)
+
+
+@by_result
+def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
+    """Where a step's inner loop saves one value a row less is kept, nothing runs again, and nothing else keeps less."""
+    program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    price = Pricer(program, get_target(None), is_compiled=False)._body_chain
+
+    def free():
+        ways = loop_choices(program, node, None, price)
+        return [c for c in ways if c.again_flops < 0.01 * program.graph.nodes[node].flops]
+
+    found = min(free(), key=lambda way: way.transient_bytes)
+    assert found.loop.inside.ways
+    assert not found.loop.inside.segments
+    monkeypatch.setattr("jaxsub.costs.scan_options._inner_loops", lambda *_: [()])
+    assert all(found.transient_bytes < way.transient_bytes for way in free())
+
+
+def layers(ws, x):
+    return jnp.mean(lax.scan(lambda x, ws: (deep(ws, x), None), x, ws)[0] ** 2)
+
+
+def test_a_deep_body_is_planned_inside():
+    """A loop of three steps of ten layers fits where running whole steps again does not."""
+    args = (jnp.zeros((3, 10, 16, 16)) + jnp.eye(16), jnp.ones((256, 16)))
+    program = trace(layers, args, {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    whole = Plan(program.fingerprint, Budget(), len(program.eqns), loops=(Loop(node, (), True),))
+    steps_again = jaxsub.sublinear(layers, plan=whole, argnums=(0, 1))
+    budget = int(0.8 * jaxsub.measure(steps_again, *args, argnums=(0, 1)).temp_bytes)
+    g = jaxsub.sublinear(layers, budget=budget, argnums=(0, 1), progress=False)
+    (way,) = g.plan(*args).loops
+    assert way.inside.segments
+    assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes <= budget
+    assert gradient_flops(g, args) < 1.7 * gradient_flops(layers, args)
+    assert_same(layers, g, *args)

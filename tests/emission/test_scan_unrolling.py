@@ -1,0 +1,116 @@
+"""Loops written out: steps one after the other compute what they did, and are planned like any other program."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from loops import assert_same, gradient_flops
+from test_loop_cases import PAIRS
+from test_scans import (
+    WS,
+    X,
+    backwards,
+    carried_through,
+    dropping,
+    looped,
+    plain,
+    without_xs,
+)
+
+import jaxsub
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Loop
+from jaxsub.core.plan import Plan
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.scan_options import loop_choices
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.scan_unrolling import MOST_EQUATIONS
+from jaxsub.jaxpr.trace import trace
+from jaxsub.partition.inner_programs import find_loops
+
+
+def counted_chain(body, cuts):
+    return Pricer(body, get_target("cpu"), is_compiled=False).chain(cuts)
+
+
+def written_out(f, args):
+    """The program, and the ways to run its loop in which all steps are written out."""
+    program = trace(f, args, {}, argnums=(0, 1))
+    (node,) = find_loops(program)
+    return program, [c for c in loop_choices(program, node, None, counted_chain) if c.loop.unrolled > 1]
+
+
+def planned(f, program, choice):
+    return jaxsub.sublinear(
+        f, plan=Plan(program.fingerprint, Budget(), len(program.eqns), loops=(choice.loop,)), argnums=(0, 1)
+    )
+
+
+@pytest.mark.parametrize("f", [backwards, without_xs, dropping, carried_through], ids=lambda f: f.__name__)
+def test_steps_written_out_are_the_same_function(f):
+    """Values and gradients are those of the plain loop, whatever it holds."""
+    length = 11 if f is without_xs else 13
+    assert_same(f, looped(f, Loop(0, (), f is backwards, unrolled=length), WS, X), WS, X)
+
+
+@settings(max_examples=4, deadline=None)
+@given(at_once=st.integers(2, 4), times=st.integers(1, 4), again=st.booleans(), blocks=st.booleans(),
+       share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
+def test_several_steps_at_a_time(at_once, times, again, blocks, share, reverse):
+    """Steps that are written out as one may stand in blocks, or keep what they make, as single steps may."""
+    length = at_once * times
+
+    def f(ws, x):
+        x, sums = lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x**2)), x, ws, reverse=reverse)
+        return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(length))
+
+    way = Loop(0, (2,) if blocks and times > 1 else (), again, kept_steps=int(share * (times - 1)), unrolled=at_once)
+    ws = jnp.tile(WS[:4], (4, 1, 1))[:length]
+    assert_same(f, looped(f, way, ws, X), ws, X)
+
+
+def test_plans_of_all_steps_are_the_same_function():
+    """So are regions in them, those that are one region themselves and those that are none."""
+    x = jnp.tile(X, (4, 1))
+    program, found = written_out(plain, (WS, x))
+    assert {c.loop.is_recomputed for c in found} == {False, True}
+    for choice in {c.loop.is_recomputed: c for c in found}.values():
+        assert choice.loop.inside.segments
+        assert_same(plain, planned(plain, program, choice), WS, x)
+
+
+def test_written_out_a_loop_needs_what_a_program_without_loops_does():
+    """At less than one forward pass again 32 steps need 11 carries; blocks of a loop need 14 at two."""
+    _, loop, args, _ = PAIRS["tanh"]
+    program, found = written_out(loop, args)
+    (node,) = find_loops(program)
+    forward, carry_bytes = program.graph.nodes[node].flops, 4 * 256 * 32
+    choice = min((c for c in found if c.again_flops < forward), key=lambda c: c.transient_bytes)
+    g = planned(loop, program, choice)
+    more = gradient_flops(g, args) - gradient_flops(loop, args)
+    assert more == pytest.approx(choice.again_flops, rel=0.05)
+    assert more < forward
+    assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes < 11 * carry_bytes
+
+
+def test_long_loops_and_little_gains_are_not_written_out():
+    """What would be a long program is left a loop, and so is what as a loop needs hardly more."""
+    length = MOST_EQUATIONS // 2 + 1
+    long = jnp.tile(WS[:1], (length, 1, 1)), X
+    assert not written_out(plain, long)[1]
+    program, found = written_out(plain, (WS, jnp.ones((64, 8))))
+    looped_ways = [c for c in loop_choices(program, find_loops(program)[0]) if c.loop.unrolled == 1]
+    assert found
+    for c in found:
+        as_cheap = [w for w in looped_ways if w.again_flops <= c.again_flops]
+        assert not [
+            w for w in as_cheap if max(w.kept_bytes / max(c.kept_bytes, 1), w.transient_bytes / c.transient_bytes) < 1.1
+        ]
+
+
+def test_a_plan_says_what_is_written_out():
+    """In words, and when it is stored and loaded."""
+    plan = Plan("f", Budget(), 9, loops=(Loop(3, unrolled=8, is_recomputed=True),))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "8 steps at a time written out as one; each step" in str(plan)

@@ -1,0 +1,142 @@
+"""Finished plans on disk: found by all that decides them, by nothing less, and never believed when damaged."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsub
+from jaxsub.core.disk_cache import Store
+from jaxsub.planners import get
+from jaxsub.search import plan_cache as shelf
+
+WS, X = [jnp.eye(4)] * 12, jnp.ones((256, 4))
+
+
+def loss(ws, x):
+    """Twelve layers."""
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+planned = functools.partial(jaxsub.plan, loss, WS, X, progress=False)
+
+
+@pytest.fixture
+def priced_runs(monkeypatch):
+    """The chains that are priced meanwhile, one entry each."""
+    chains = []
+    price = jaxsub.costs.chain_builder.Pricer.chain
+    monkeypatch.setattr("jaxsub.costs.chain_builder.Pricer.chain", lambda *a, **k: chains.append(a) or price(*a, **k))
+    return chains
+
+
+def test_a_plan_is_found_without_pricing(tmp_path, priced_runs):
+    """The same function, budget and planner are planned once, verified or not, and the plan found is the plan made."""
+    for asked in (dict(verify=False), dict(budget=0.6, verify=False), dict(budget=0.8)):
+        made = planned(cache=tmp_path, **asked)
+        n_made = len(priced_runs)
+        assert n_made
+        assert planned(cache=tmp_path, **asked) == made
+        assert len(priced_runs) == n_made
+    assert made.measurement is not None
+
+
+def test_what_other_code_emitted_is_measured_anew(tmp_path, monkeypatch):
+    """A measurement on disk is of a plan as this package's code writes it: other code does not believe it."""
+    asked = dict(budget=0.8, cache=tmp_path, planner=lambda chain, budget_bytes: get("auto")(chain, budget_bytes))
+    compiles = []
+    compile_ = jaxsub.search.verify.measure_compiled
+    monkeypatch.setattr("jaxsub.search.verify.measure_compiled", lambda *a: compiles.append(a) or compile_(*a))
+    planned(**asked)
+    n_first = len(compiles)
+    planned(**asked)
+    assert n_first == len(compiles) > 1
+    monkeypatch.setattr("jaxsub.search.verify.code_digest", lambda: "another")
+    planned(**asked)
+    assert len(compiles) == 2 * n_first
+
+
+@pytest.mark.parametrize("changed", [dict(budget=0.7), dict(planner="chen"), dict(planner="recursive(2)")], ids=str)
+def test_what_decides_a_plan_is_in_its_key(changed, tmp_path, priced_runs):
+    """Another budget, planner or setting of a planner is planned anew."""
+    asked = dict(budget=0.9, planner="recursive(1)", verify=False, cache=tmp_path)
+    planned(**asked)
+    n_made = len(priced_runs)
+    planned(**(asked | changed))
+    assert len(priced_runs) > n_made
+
+
+def test_a_planner_of_the_users_own_is_asked_each_time(tmp_path):
+    """Nobody knows what it depends on."""
+    asked = []
+
+    def mine(chain, budget_bytes):
+        asked.append(budget_bytes)
+        return get("barriers")(chain, None)
+
+    for times in (1, 2):
+        planned(planner=mine, verify=False, cache=tmp_path)
+        assert len(asked) == times
+
+
+def test_what_is_damaged_is_planned_anew(tmp_path, monkeypatch):
+    """An entry that is no plan, or one of another program, is as good as none."""
+    made = planned(verify=False, cache=tmp_path)
+    other = jaxsub.plan(loss, WS[:4], X, verify=False, cache=False, progress=False)
+    for wrong in ("no plan", 7, shelf_text(other), shelf_text(made)[:-8]):
+        monkeypatch.setattr(Store, "get", lambda self, key, wrong=wrong: wrong)
+        assert planned(verify=False, cache=tmp_path) == made
+
+
+def shelf_text(plan):
+    """What is kept of a plan."""
+    store = Store(None)
+    shelf.put_plan(store, "key", plan)
+    return store.get("key")
+
+
+def test_a_moved_line_is_named_as_it_is_now(tmp_path):
+    """Labels say where the code stands, not where it stood when the plan was made."""
+    source = "def f(w, x):\n    for _ in range(6):\n        x = jnp.tanh(x @ w)\n    return jnp.sum(x)"
+    lines = []
+    for moved in ("", "\n" * 40):
+        scope = {"jnp": jnp}
+        path = tmp_path / f"model{len(moved)}.py"
+        path.write_text(moved + source)
+        exec(compile(moved + source, str(path), "exec"), scope)
+        plan = jaxsub.plan(scope["f"], WS[0], X, budget=0.6, verify=False, cache=tmp_path, progress=False)
+        lines.append(" ".join(plan.timeline.stage_labels))
+    assert "model0.py:3" in lines[0]
+    assert "model40.py:43" in lines[1]
+
+
+OTHER_PROCESS = """
+import sys, jax.numpy as jnp, jaxsub
+import jaxsub.costs.chain_builder
+sys.path.insert(0, sys.argv[1])
+jaxsub.costs.chain_builder.Pricer.chain = None
+from test_plan_cache import planned
+print(planned(budget=0.8, cache=sys.argv[2]).to_json())
+"""
+
+
+def test_another_process_finds_the_verified_plan(tmp_path):
+    """A new process prices and compiles nothing for a plan that was verified before."""
+    made = planned(budget=0.8, cache=tmp_path)
+    here = Path(__file__).parent
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent))),
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-c", OTHER_PROCESS, str(here), str(tmp_path)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert jaxsub.Plan.from_json(ran.stdout) == made
+    assert jax.default_backend() == "cpu"

@@ -1,0 +1,439 @@
+"""Whole train steps under `jaxsub.jit(memory=...)`: they fit, compute the same, and say what they take."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxsub
+from jaxsub.devices.aot import cross_compile, require_packages
+from jaxsub.devices.targets import get_target
+from jaxsub.step.jit import device_bytes
+from jaxsub.step.max_batch import largest
+
+DIM, DEPTH, BATCH = 16, 6, 512
+OPTIMIZER = optax.adam(1e-2)
+quiet = functools.partial(jaxsub.jit, progress=False)
+
+
+def loss(params, x, y):
+    """A residual network."""
+    for layer in params:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return ((x - y) ** 2).mean()
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    return [{"up": jax.random.normal(k, (DIM, 2 * DIM)) / 4, "down": jax.random.normal(k, (2 * DIM, DIM)) / 16}
+            for k in keys]  # fmt: skip
+
+
+def batch(n=BATCH):
+    return tuple(jax.random.normal(jax.random.key(i), (n, DIM)) for i in (1, 2))
+
+
+def state():
+    weights = params()
+    return weights, OPTIMIZER.init(weights)
+
+
+def step_of(loss):
+    def step(weights, opt_state, x, y):
+        value, grads = jax.value_and_grad(loss)(weights, x, y)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, weights)
+        return optax.apply_updates(weights, updates), opt_state, value
+
+    return step
+
+
+def taken(step, *args, **kwargs):
+    """What the compiler says that a step takes, asked of JAX itself."""
+    memory = step.lower(*args, **kwargs).compile().memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return used - memory.alias_size_in_bytes
+
+
+def planned(report):
+    """The plans of a report that do something."""
+    return [site.plan for site in report.sites if site.plan.segments or site.plan.barriers]
+
+
+STEP = step_of(jaxsub.sublinear(loss, progress=False))
+
+
+@functools.cache
+def sized(memory):
+    """The same step at one size; shared, for it takes seconds to find."""
+    step = quiet(STEP, memory=memory, donate_argnums=(0, 1))
+    return step, step.report(*state(), *batch())
+
+
+@pytest.mark.parametrize("memory", [1.0, 0.7, 0.5])
+def test_a_step_fits_and_trains_as_before(memory):
+    """The compiler confirms the whole step's memory, donated buffers included, and the losses are the plain step's."""
+    step, report = sized(memory)
+    assert report.step_bytes == taken(step, *state(), *batch()) <= report.memory_bytes
+    assert report.plain_bytes == taken(jaxsub.jit(step_of(loss), donate_argnums=(0, 1)), *state(), *batch())
+    assert bool(planned(report)) == (memory < 1)
+    mine, plain, other = state(), state(), jax.jit(step_of(loss))
+    for _ in range(3):
+        *mine, value = step(*mine, *batch())
+        *plain, wanted = other(*plain, *batch())
+        chex.assert_trees_all_close(value, wanted, rtol=1e-5)
+    chex.assert_trees_all_close(mine, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_more_memory_never_recomputes_more():
+    """Less memory, more recomputation, and nothing recomputed where the step fits; most of the memory is used."""
+    extras = [sized(memory)[1].extra for memory in (0.5, 0.7, 1.0)]
+    assert extras == sorted(extras, reverse=True)
+    assert extras[-1] == 0 < extras[0]
+    assert sized(0.5)[1].step_bytes >= 0.93 * sized(0.5)[1].memory_bytes
+    assert all(sized(memory)[1].n_compiles <= 6 for memory in (0.5, 0.7, 1.0))
+
+
+def test_a_second_call_traces_and_compiles_nothing(monkeypatch):
+    """The loss's own code runs once however many plans are tried; the second call of a shape is the compiled step."""
+    counted = chex.assert_max_traces(loss, n=1)
+    step = quiet(step_of(jaxsub.sublinear(counted, progress=False)), memory=0.5, donate_argnums=(0, 1))
+    weights = step(*state(), *batch())[:2]
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled again"))
+        step(*weights, *batch())
+        assert step.report(*state(), *batch()) is step.report(*jax.eval_shape(state), *batch())
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step(*state(), *batch(8))
+
+
+def test_a_step_that_cannot_fit_says_what_holds_the_memory():
+    """Names, shapes, lines and shares; what is parameters and optimizer state; the least, which then works."""
+    step = quiet(STEP, memory="100KiB")
+    with pytest.raises(jaxsub.InfeasibleBudgetError) as caught:
+        step.report(*state(), *batch())
+    error, text = caught.value, str(caught.value)
+    assert error.requested_bytes == 100 * 1024 < error.least_bytes
+    n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state()))
+    share = f"{n_bytes / error.least_bytes:.0%}"
+    for words in (
+        "does not fit in `100.0 KiB` (102400 bytes)",
+        "opt_state: 25 arrays, the largest opt_state[0].mu[0]['down'] float32[32,16]",
+        "weights: 12 arrays",
+        "x: 1 arrays, the largest x float32[512,16]",
+        "gradients of loss, 12 arrays",
+        "test_step.py",
+        f"Parameters and optimizer state, which the step returns anew, are {n_bytes / 1024:.1f} KiB of it ({share})",
+        f"Pass memory={error.least_bytes}, donate opt_state and weights (donate_argnums=), which frees up to",
+    ):
+        assert words in text
+    assert any("loss" in line for line in error.holders)
+    shares = [int(found[1]) for line in error.holders if (found := re.search(r"iB +(\d+)%", line))]
+    assert 97 <= sum(shares) <= 103
+    again = quiet(STEP, memory=error.least_bytes)
+    assert taken(again, *state(), *batch()) <= error.least_bytes
+
+
+def test_a_step_without_a_planned_function_says_what_to_wrap():
+    """Too much memory and nothing to plan: the error says to wrap the loss; enough memory is no error."""
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match=r"wrap the loss, loss = jaxsub.sublinear\(loss\)"):
+        quiet(step_of(loss), memory="200KiB")(*state(), *batch())
+    report = quiet(step_of(loss), memory="1GiB").report(*state(), *batch())
+    assert report.sites == ()
+    assert report.n_compiles == 1
+
+
+def generator(weights, x):
+    for layer in weights:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return x
+
+
+def test_two_functions_in_one_step():
+    """Both losses of a step are planned; a function that is small enough keeps everything."""
+    hard = jaxsub.sublinear(lambda w, x: (generator(w, x) ** 2).mean(), progress=False)
+    easy = jaxsub.sublinear(lambda w, x: jnp.abs(generator(w[:2], x[:64])).mean(), progress=False)
+
+    def step(weights, x):
+        grads = jax.tree.map(jnp.add, jax.grad(hard)(weights, x), jax.grad(easy)(weights, x))
+        return jax.tree.map(lambda w, g: w - g, weights, grads)
+
+    made = quiet(step, memory=0.5, donate_argnums=0)
+    report = made.report(params(), batch()[0])
+    assert len(report.sites) == 2
+    assert report.step_bytes <= report.memory_bytes
+    extra = sorted(site.plan.prediction.extra_flops if site.plan.prediction else 0.0 for site in report.sites)
+    assert extra[0] == 0 < extra[1]
+    chex.assert_trees_all_close(made(params(), batch()[0]), step(params(), batch()[0]), rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_in_a_scan():
+    """A function inside a loop's body, differentiated there, is planned; JAX's memory of the body does not hide it."""
+    small = jaxsub.sublinear(loss, progress=False)
+
+    @jax.jit
+    def gradient(weights, x, y):
+        return jax.grad(small)(weights, x, y)
+
+    def step(weights, xs, ys):
+        def body(total, pair):
+            return jax.tree.map(jnp.add, total, gradient(weights, *pair)), None
+
+        grads, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, weights), (xs, ys))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+    xs, ys = (jnp.stack([a, a + 1]) for a in batch())
+    made = quiet(step, memory=0.6, donate_argnums=0)
+    report = made.report(params(), xs, ys)
+    assert planned(report)
+    assert taken(made, params(), xs, ys) <= report.memory_bytes < report.plain_bytes
+    chex.assert_trees_all_close(made(params(), xs, ys), step(params(), xs, ys), rtol=1e-4, atol=1e-6)
+
+
+def test_static_and_keyword_arguments_and_auxiliary_results():
+    """Arguments as `jax.jit` takes them; a loss with an auxiliary result, called twice."""
+
+    @functools.partial(jaxsub.sublinear, static_argnames="power", progress=False)
+    def with_aux(weights, x, *, power):
+        out = generator(weights, x)
+        return jnp.mean(out**power), {"largest": out.max()}
+
+    def step(weights, x, scale, *, power):
+        (_, aux), grads = jax.value_and_grad(with_aux, has_aux=True)(weights, x, power=power)
+        again = jax.grad(with_aux, has_aux=True)(weights, x + 1, power=power)[0]
+        return jax.tree.map(lambda w, g, h: w - scale * (g + h), weights, grads, again), aux
+
+    made = quiet(step, memory=0.6, static_argnames="power", donate_argnames="weights")
+    args, kwargs = (batch()[0],), {"scale": 0.1, "power": 2}
+    report = made.report(params(), *args, **kwargs)
+    assert [site.calls for site in report.sites] == [2]
+    assert planned(report)
+    assert {held.name for held in report.arguments} == {"weights", "x", "scale"}
+    wanted = step(params(), *args, **kwargs)
+    chex.assert_trees_all_close(made(params(), *args, **kwargs), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_budgets_and_plans_of_ones_own_are_kept():
+    """A function with a budget takes at most that, one with a plan keeps it, whatever the step may take."""
+    within = jaxsub.sublinear(loss, budget=0.5, progress=False)
+    report = quiet(step_of(within), memory="1GiB").report(*state(), *batch())
+    own = within.plan(params(), *batch())
+    assert report.sites[0].plan.segments == own.segments
+    assert own.segments
+    fixed = jaxsub.sublinear(loss, plan=own)
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match="`loss` cannot be planned by the step: made with plan="):
+        quiet(step_of(fixed), memory="300KiB").report(*state(), *batch())
+
+
+def test_nnx_modules():
+    """The state of an nnx model, split and merged round the step, and jaxsub.flax.nnx.sublinear inside."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(DIM, DIM, rngs=rngs) for _ in range(DEPTH)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = x + jnp.tanh(layer(x))
+            return x
+
+    small = jaxsub.flax.nnx.sublinear(lambda model, x: (model(x) ** 2).mean(), progress=False)
+    graph, weights = nnx.split(Net(nnx.Rngs(0)))
+
+    def step(weights, x):
+        model = nnx.merge(graph, weights)
+        value, grads = nnx.value_and_grad(small)(model, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    made = quiet(step, memory=0.6)
+    report = made.report(weights, batch()[0])
+    assert planned(report)
+    assert report.step_bytes <= report.memory_bytes
+    chex.assert_trees_all_close(made(weights, batch()[0]), step(weights, batch()[0]), rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_device_has():
+    """memory="device": of a GPU what JAX takes of it; the CPU does not say, and the error says what to give."""
+    assert device_bytes(get_target("h100")) == int(0.75 * 80 * 2**30)
+    with pytest.raises(jaxsub.BudgetError, match='memory="8GiB", or name the GPU to plan for, target="h100"'):
+        quiet(STEP, memory="device")(*state(), *batch())
+    with pytest.raises(ValueError, match="say how much it may take, too: memory="):
+        jaxsub.jit(STEP, target="h100")
+    with pytest.raises(jaxsub.BudgetError, match="Cannot read"):
+        jaxsub.jit(STEP, memory="plenty")
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jaxsub, test_step as t
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+shardings = {"in_shardings": (whole, whole, rows, rows), "out_shardings": (whole, whole, whole)}
+step = t.quiet(t.STEP, memory=0.6, **shardings)
+args = *t.state(), *t.batch(2048)
+report = step.report(*args)
+assert t.planned(report) and t.taken(step, *args) == report.step_bytes <= report.memory_bytes < report.plain_bytes
+assert report.plain_bytes == t.taken(jaxsub.jit(t.step_of(t.loss), **shardings), *args)
+assert {h.name: h.n_bytes for h in report.arguments}["x"] == 4 * 16 * 2048 / 4
+out = step(*args)
+t.chex.assert_trees_all_close(out[2], jax.jit(t.step_of(t.loss))(*args)[2], rtol=1e-5)
+step(*out[:2], *args[2:])
+assert len(step._ready) == 1
+"""
+
+
+def test_a_step_over_several_devices():
+    """With shardings, memory is that of one device, and a second call with what the first returned sizes nothing."""
+    folder = Path(__file__).parent
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(folder.parents[1]), str(folder.parent), str(folder)]),
+    }
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=env)
+
+
+@pytest.fixture
+def h100():
+    """A target that is not there, where it can be compiled for."""
+    try:
+        require_packages()
+    except jaxsub.UnsupportedError as missing:
+        pytest.skip(str(missing))
+    return "h100"
+
+
+def test_a_step_for_a_gpu_that_is_not_there(h100):
+    """What the H100 has is enough: compiled for it once, and run here."""
+    made = quiet(STEP, memory="device", target=h100, donate_argnums=(0, 1))
+    report = made.report(*state(), *batch())
+    assert report.measurement.target == "h100"
+    assert report.n_compiles == 1
+    chex.assert_trees_all_close(made(*state(), *batch())[2], loss(params(), *batch()), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_step_planned_for_a_gpu_that_is_not_there(h100):
+    """Planned and verified for an H100, run here under the plans found."""
+    args = *state(), *batch()
+    report = quiet(STEP, memory="device", target=h100, donate_argnums=(0, 1)).report(*args)
+    tight = quiet(STEP, memory=int(0.75 * report.step_bytes), target=h100, donate_argnums=(0, 1))
+    found = tight.report(*jax.eval_shape(lambda: args))
+    assert found.step_bytes <= found.memory_bytes
+    assert planned(found)
+    wanted = step_of(loss)(*args)
+    chex.assert_trees_all_close(tight(*args), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_what_was_measured_is_found_on_disk(tmp_path, monkeypatch):
+    """A new step finds plans and measurements of one like it, and compiles nothing; a larger batch is another step."""
+    check_found_on_disk(None, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_what_was_measured_for_an_absent_gpu_is_found_on_disk(h100, tmp_path, monkeypatch):
+    """The same where the helper process compiles."""
+    check_found_on_disk(h100, tmp_path, monkeypatch)
+
+
+def check_found_on_disk(target, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting(jax.stages.Lowered.compile, compiled))
+    monkeypatch.setattr("jaxsub.step.jit.cross_compile", counting(cross_compile, compiled))
+    first, again, other = (quiet(STEP, memory=0.6, target=target, cache=tmp_path) for _ in range(3))
+    args = jax.eval_shape(lambda: (*state(), *batch()))
+    found = first.report(*args)
+    assert planned(found)
+    n_first = len(compiled)
+    assert n_first >= 2
+    repeated = again.report(*args)
+    assert len(compiled) == n_first
+    assert (repeated.step_bytes, repeated.plain_bytes) == (found.step_bytes, found.plain_bytes)
+    assert planned(repeated) == planned(found)
+    other.report(*jax.eval_shape(lambda: (*state(), *batch(2 * BATCH))))
+    assert len(compiled) > n_first
+
+
+def counting(fun, calls):
+    """A function that takes note of its calls."""
+
+    @functools.wraps(fun)
+    def counted(*args, **kwargs):
+        calls.append(fun)
+        return fun(*args, **kwargs)
+
+    return counted
+
+
+def test_reports_are_readable():
+    """A report says before and after, what the arguments are, and what was done with each function."""
+    _, report = sized(0.5)
+    lines = str(report).splitlines()
+    assert re.fullmatch(r"jaxsub step: .*iB -> .*iB of .*iB \(cpu, \d compiles\)", lines[0])
+    assert "opt_state" in lines[1]
+    assert "donated" in lines[2]
+    assert "->" in lines[3]
+    assert re.fullmatch(r"loss: \d+ regions, \d+ barriers, .* of a forward pass again \(`\w+`\)", lines[4])
+    assert str(sized(1.0)[1]).splitlines()[-1] == "loss: nothing recomputed"
+    assert all(len(line) <= 120 for line in lines)
+
+
+@pytest.mark.parametrize(("a", "b", "unit", "limit"), [(100, 7, 1, 10**4), (0, 3, 8, 10**5), (9, 5000, 1, 4000)])
+def test_the_search_for_a_batch_is_exact(a, b, unit, limit):
+    """The largest multiple within a limit, in few evaluations, or 0 where not even one fits."""
+    asked = []
+    found = largest(lambda n: asked.append(n) or a + b * n, limit, unit)
+    assert found == max(0, (limit - a) // b // unit * unit)
+    assert len(asked) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_largest_batch():
+    """The next batch does not fit as it stands, and what is found planned does; nothing is executed."""
+
+    def step_for_batch(n):
+        shape = jax.ShapeDtypeStruct((n, DIM), jnp.float32)
+        return STEP, (*jax.eval_shape(state), shape, shape)
+
+    memory, unit = 700_000, 64
+    found = jaxsub.max_batch(step_for_batch, memory=memory, multiple_of=unit, progress=False, donate_argnums=(0, 1))
+    plain = jaxsub.jit(step_of(loss), donate_argnums=(0, 1))
+    assert (
+        taken(plain, *step_for_batch(found.plain)[1]) <= memory < taken(plain, *step_for_batch(found.plain + unit)[1])
+    )
+    assert found.planned >= 1.5 * found.plain
+    step = quiet(STEP, memory=memory, donate_argnums=(0, 1))
+    assert taken(step, *step_for_batch(found.planned)[1]) == found.report.step_bytes <= memory
+    pattern = (
+        rf"largest batch in 683.6 KiB \(cpu\): {found.plain} as it stands, {found.planned} planned \(.* times\), .*"
+    )
+    assert re.fullmatch(pattern, str(found))
+
+
+def test_a_batch_that_cannot_be_found_says_why():
+    """Memory that is no number of bytes, and a step that fits with no batch at all."""
+
+    def step_for_batch(n):
+        shape = jax.ShapeDtypeStruct((n, DIM), jnp.float32)
+        return step_of(loss), (*jax.eval_shape(state), shape, shape)
+
+    with pytest.raises(jaxsub.BudgetError, match="no number of bytes"):
+        jaxsub.max_batch(step_for_batch, memory=0.5)
+    with pytest.raises(ValueError, match="multiple_of=0"):
+        jaxsub.max_batch(step_for_batch, memory="1GiB", multiple_of=0)
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match="wrap the loss"):
+        jaxsub.max_batch(step_for_batch, memory="10KiB", progress=False)
