@@ -12,7 +12,7 @@ import pytest
 import zoo
 
 import jaxsub
-from jaxsub import api
+from jaxsub.api import sublinear as api
 from jaxsub.core.budget import Budget
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Plan
