@@ -10,6 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+
 from jaxsub.core.graph import Graph
 from jaxsub.costs.live_ranges import unread_inputs
 from jaxsub.devices.targets import Target
@@ -33,7 +36,7 @@ def spent_inputs(
 
     Returns:
         For each such stage, positions among what it reads: activations that no other stage reads, that
-        the program does not return, and that the stage which makes them neither reads again nor saves.
+        the program does not return, and that the stage which makes them neither reads again nor saves; keys left out.
     """
     starts = [start for start, _ in runs]
     unread = {id(t): unread_inputs(t, gpu=gpu) for t in {id(t): t for t, _ in traced.values()}.values()}
@@ -44,7 +47,7 @@ def spent_inputs(
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
             is_alone = run[0] <= min(value.consumers) and max(value.consumers) < run[1]
-            is_alone = is_alone and value.index not in graph.outputs and maker in traced
+            is_alone = is_alone and value.index not in graph.outputs and maker in traced and not _is_key(traced[run][0], i)
             if is_alone and not _keeps(traced[maker], value.index - graph.made_by(*maker).start):
                 spent.append(i)
         found[run] = tuple(spent)
@@ -70,6 +73,11 @@ def spent_crossings(graph: Graph, cuts: Sequence[int], spent: Mapping[Stretch, t
 def _reads(graph: Graph, run: Stretch) -> tuple[int, ...]:
     made = graph.made_by(*run).start
     return tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
+
+
+def _is_key(run: TracedRun, place: int) -> bool:
+    """Whether an input is a PRNG key: a few words, and no number can be put in its place."""
+    return bool(jnp.issubdtype(run.inputs[place].aval.dtype, jax.dtypes.extended))
 
 
 def _keeps(made_by: Traced, offset: int) -> bool:

@@ -173,6 +173,9 @@ class Lives:
                 later = self._readers.get(eqn.outvars[0], set())
                 self._readers[product] = (self._readers[product] - {works[0]}) | later
         self._work = [p for p in self._work if p not in gone]
+        spread, self._spread = self._spread, {}
+        for (w, shape), positions in spread.items():  # what was spread may lie in a product's place now
+            self._spread.setdefault((self.base(w), shape), set()).update(positions)
 
     def _store(self) -> None:
         """Decide what is stored, the last equations first."""

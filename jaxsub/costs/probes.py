@@ -126,8 +126,9 @@ def last_probe(program: Program, function: RunFunction, made: Sequence[int] = ()
     def call(inputs: Sequence[Any], cotangents: Any, given: Any) -> Any:
         inputs = _with_made(inputs, avals, made, given)
         results, pullback = vjp_of(function, function.call, inputs)
-        cts = (jnp.ones((), results[0].dtype),) if program.loss is not None else cotangents
-        return results, _finish(program, function, pullback(cts if len(cts) == len(results) else cotangents))
+        is_loss = program.loss is not None and len(results) == 1
+        cts = (jnp.ones((), results[0].dtype),) if is_loss else cotangents
+        return results, _finish(program, function, pullback(cts))
 
     given = jax.ShapeDtypeStruct((max(len(made), 1),), jnp.float32)
     return Probe(call, (avals, tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs), given))
@@ -202,7 +203,7 @@ def keep_probe(program: Program, start: int, stop: int, *, doubles: bool, made: 
     def call(inputs: Sequence[Any], given: Any) -> Any:
         inputs = _with_made(inputs, avals, made, given)
         results, pullback = vjp_of(function, function.call, inputs)
-        seed = sum(jnp.sum(r).real.astype(jnp.float32) for r in results)
+        seed = sum((jnp.sum(r).real.astype(jnp.float32) for r in results), jnp.float32(0))
         ballast = jnp.broadcast_to(seed, (BALLAST_BYTES // 4,))
         ballast = jax.lax.fori_loop(0, 3, lambda i, b: b * (b[0] + i), ballast)
         cts = _fill([(r.shape, r.dtype) for r in results], _seeds_of(ballast, len(results)))
