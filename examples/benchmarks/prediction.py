@@ -39,7 +39,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.planners import get
 from jaxsub.search.candidates import settle
-from jaxsub.search.pipeline import cuts_of
+from jaxsub.search.verify import cut_choices
 from jaxsub.search.verify import gradient
 
 HERE = Path(__file__).parent
@@ -94,7 +94,7 @@ def pricer_of(name: str, is_toy: bool, target: Target, costs: str, store: Store)
 def measure(name: str, is_toy: bool, target_name: str, costs: str, budget: str, store: Store) -> dict[str, int]:
     """One cell: plan for a budget, at the first try, and compile."""
     program, target, planner = program_of(name, is_toy), get_target(target_name), get("auto")
-    cuts = cuts_of(program)[0]
+    cuts = cut_choices(program)[0]
     pricer = pricer_of(name, is_toy, target, costs, store).anew()
     program, plan = pricer.program, get("plain")(pricer.chain(cuts), None)
     if budget != "plain":

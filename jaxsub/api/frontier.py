@@ -18,6 +18,7 @@ from jaxsub.core.disk_cache import open_store
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
+from jaxsub.emission.emit import keep_out
 from jaxsub.jaxpr.arguments import trace_call
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
@@ -172,7 +173,8 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
 
 def _finished(pricer: Pricer, plan: Plan) -> Plan:
     predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
-    return finish(pricer.program, pricer.timed(plan), Budget(max(1, predicted)))
+    plan = keep_out(pricer.timed(plan), pricer.program.graph.pinned())
+    return finish(pricer.program, plan, Budget(max(1, predicted)))
 
 
 def _best(found: Iterable[Found]) -> list[Found]:

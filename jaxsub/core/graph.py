@@ -138,6 +138,10 @@ class Graph:
         is_read = found.producer is None and found.is_differentiated and bool(found.consumers)
         return is_read and found.consumers[-1] >= stop
 
+    def pinned(self) -> tuple[int, ...]:
+        """The nodes that must run once: none of them may stand in a region."""
+        return self._pinned
+
     def output_set(self) -> frozenset[int]:
         """The values that go out."""
         return self._output_set
@@ -170,6 +174,10 @@ class Graph:
         for v in self.outputs:
             last[v] = len(self.nodes)
         return tuple(last)
+
+    @cached_property
+    def _pinned(self) -> tuple[int, ...]:
+        return tuple(node.index for node in self.nodes if not node.can_recompute)
 
     @cached_property
     def _output_set(self) -> frozenset[int]:

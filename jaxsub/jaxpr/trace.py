@@ -4,7 +4,8 @@ Tracing is JAX's own (`jax.make_jaxpr`). Calls that mean nothing but their body 
 `closed_call`) are inlined, each time with fresh variables; what carries a differentiation rule (`custom_jvp_call`,
 `custom_vjp_call`), loops, conditionals and the user's own `jax.checkpoint` regions stay whole, one node each. Constants
 become inputs, so that what the function closes over, a tracer perhaps, is differentiated and counted like an argument.
-Equations whose results nobody reads and that have no effect are dropped.
+Equations whose results nobody reads and that have no effect are dropped; those that only report, such as
+`jax.debug.print`, come last.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
             f"(it has {sorted({str(invars[i].aval.dtype) for i in positions}) or 'no arrays at all'}). "
             "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
         )
-    eqns = live_eqns(eqns, outvars)
+    eqns = reports_last(live_eqns(eqns, outvars))
     signatures = tuple(signature_of(eqn) for eqn in eqns)
     graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
     return Program(tuple(eqns), tuple(invars), tuple(outvars), tuple(consts), differentiated, loss, out_tree,
@@ -257,6 +258,38 @@ def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
             kept.append(eqn)
             wanted.update(a for a in eqn.invars if compat.is_var(a))
     return kept[::-1]
+
+
+def reports_last(eqns: Sequence[Any]) -> list[Any]:
+    """Move what only reports, as `jax.debug.print` does, behind everything else: no region then reports twice.
+
+    JAX promises no order among such equations unless they are `ordered`; those stay in order with whatever else is.
+    """
+    kept: list[Any] = []
+    reports: list[Any] = []
+    for eqn in eqns:
+        if _only_reports(eqn):
+            reports.append(eqn)
+            continue
+        if _is_ordered(eqn):
+            kept += [report for report in reports if _is_ordered(report)]
+            reports = [report for report in reports if not _is_ordered(report)]
+        kept.append(eqn)
+    return kept + reports
+
+
+def _only_reports(eqn: Any) -> bool:
+    """Whether all that an equation does is to report what it reads, as `jax.debug.print` and `jax.debug.callback` do.
+
+    The effects' classes are private; a version that calls them something else leaves such equations where they are.
+    """
+    names = {type(effect).__name__ for effect in eqn.effects}
+    return not eqn.outvars and bool(names) and names <= {"DebugEffect", "OrderedDebugEffect"}
+
+
+def _is_ordered(eqn: Any) -> bool:
+    """Whether an equation's effects keep their order with others'."""
+    return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
 
 
 def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], differentiated: Sequence[int],

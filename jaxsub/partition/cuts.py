@@ -4,7 +4,8 @@ A cut is worth having where few bytes cross. Between every two consecutive costl
 earliest position with the least live bytes (a stage that ends in its costly node never runs it again); it is kept if
 no candidate within a window of `window` costly nodes on either side has less. That finds ResNet blocks, LSTM cells,
 MLP layers and the halves of transformer blocks without being told of them. Weights do not count: they stand in memory
-whatever is planned.
+whatever is planned. Behind the last node that a gradient flows through, such as the loss, nothing is cut: what only
+reports on it has no backward pass.
 
 Neighbours of least weight are merged until at most `max_stages` are left. Two runs of nodes are of one kind when they
 are the same equations, wired alike, with the same values going out: they share every price and one emitted function.
@@ -64,10 +65,12 @@ def find_cuts(
         (0, 1, 3, 4)
     """
     live = live_bytes(graph)
+    last = max((n.index for n in graph.nodes if any(graph.values[v].is_differentiated for v in n.outputs)), default=0)
     costly = [n.index for n in graph.nodes if n.is_costly]
     if len(costly) < FEW_COSTLY:
         costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
     candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
+    candidates = [p for p in candidates if p <= last]
     heights = live[candidates] if candidates else np.zeros(0, np.int64)
     kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
     pinned = {0, len(graph.nodes), *required}

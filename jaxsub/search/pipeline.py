@@ -112,7 +112,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         found = get(settings.planner)
         planner = Bounded(wishing(program, once(program, Held(found)), wishes), is_quick=solves_all(found))
-        cuts = cuts_of(program)
+        cuts = verifying.cut_choices(program)
         lying = program.avals(), program.shardings, program.differentiated
         pricer.share, pricer.gathered = data_share(*lying), gathered_bytes(*lying)
         if budget == Budget():
@@ -185,19 +185,9 @@ def _may_verify(program: Program, settings: Settings) -> bool | None:
     return None
 
 
-def _pinned(program: Program) -> list[int]:
-    return [node.index for node in program.graph.nodes if not node.can_recompute]
-
-
-def cuts_of(program: Program) -> list[tuple[int, ...]]:
-    """Ways to cut a program; what must run once is a stage of its own."""
-    required = {i + after for i in _pinned(program) for after in (0, 1)}
-    return [tuple(sorted({*cuts, *required})) for cuts in verifying.cut_choices(program)]
-
-
 def once(program: Program, planner: Planner) -> Planner:
     """A planner whose segments leave out what must run once."""
-    pinned = _pinned(program)
+    pinned = program.graph.pinned()
     return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
 
 

@@ -201,11 +201,12 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     """Ways to cut a program, the likeliest first; all but that one cut a wide head too, the second nothing else.
 
     Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
-    is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum.
+    is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum. What must
+    run once is a stage of its own too.
     """
     graph = program.graph
     windows = (0, 2) if shares_most_weights(graph) else (2, 0)
-    required = {node + after for node in find_nested(program) for after in (0, 1)}
+    required = {node + after for node in (*find_nested(program), *graph.pinned()) for after in (0, 1)}
     head = widening_head(graph)
     finer = required if head is None else {*required, head}
     ways = [(windows[0], required), *((w, finer) for w in windows)]

@@ -25,7 +25,7 @@ from jaxsub.planners.memo import Held
 from jaxsub.search.budget_search import CLOSE, MARGIN, MOST_COMPILES
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.candidates import natural, settle
-from jaxsub.search.pipeline import cuts_of, once
+from jaxsub.search.pipeline import once
 from jaxsub.search.verify import usual_choices
 
 FLAT = 0.05
@@ -82,7 +82,7 @@ class Ladder:
         program, settings = self.site.program, self.site.settings
         is_compiled = settings.verify is not False and not compat.names_axes(program.traced)
         self.pricer = Pricer(program, self.target, is_compiled, self.store, self.progress, offload=settings.offload)
-        self.cuts = cuts_of(program)
+        self.cuts = cut_choices(program)
         self.planner = once(program, Held(get(settings.planner)))
 
     @property

@@ -1,0 +1,132 @@
+"""What everybody writes: dropout with keys that are split on, joined products, metrics behind the loss."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import random
+from jax.experimental import io_callback
+from six_layers import same
+
+import jaxsub
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.jaxpr.trace import trace
+from jaxsub.search.verify import cut_choices
+
+WEIGHTS, X = [0.2 * random.normal(k, (16, 16)) for k in random.split(random.key(1), 3)], jnp.ones((32, 16))
+
+
+def split_on(key, x, i):
+    key, k = random.split(key)
+    return key, random.bernoulli(k, 0.9, x.shape)
+
+
+def folded(key, x, i):
+    return key, random.bernoulli(random.fold_in(key, i), 0.9, x.shape)
+
+
+def folded_on(key, x, i):
+    key = random.fold_in(key, i)
+    return key, random.bernoulli(key, 0.9, x.shape)
+
+
+def split_into_many(key, x, i):
+    keys = random.split(key, 3)
+    return keys[i], random.bernoulli(keys[2 - i], 0.9, x.shape)
+
+
+def mapped(key, x, i):
+    keys = random.split(key, len(x))
+    return keys[0], jax.vmap(lambda k, row: random.bernoulli(k, 0.9, row.shape))(keys, x)
+
+
+DROPOUTS = (split_on, folded, folded_on, split_into_many, mapped)
+
+
+def dropping(drop, is_first=False):
+    def loss(ws, x, key):
+        for i, w in enumerate(ws):
+            x = x if is_first else jnp.tanh(x @ w)
+            key, is_kept = drop(key, x, i)
+            x = jnp.where(is_kept, x / 0.9, 0)
+            x = jnp.tanh(x @ w) if is_first else x
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [random.key, random.PRNGKey], ids=["typed", "raw"])
+@pytest.mark.parametrize("drop", DROPOUTS)
+def test_dropout_is_planned(drop, make):
+    """Keys that are split, folded in, passed on or mapped inside the loss: compiled prices, and the plain gradients."""
+    loss, key = dropping(drop, is_first=drop is folded_on), make(0)
+    planned = jaxsub.sublinear(loss, cache=False, progress=False)
+    same(jax.jit(jax.value_and_grad(planned))(WEIGHTS, X, key), jax.jit(jax.value_and_grad(loss))(WEIGHTS, X, key))
+
+
+def test_keys_are_never_filled():
+    """No probe makes a key of a seed: of a dead input that is a key nothing is asked."""
+    program = trace(dropping(split_on), (WEIGHTS, X, random.key(0)), {})
+    pricer = Pricer(program, get_target(None), is_compiled=False)
+    for cuts in cut_choices(program):
+        for run, dead in pricer._spent([*zip(cuts, cuts[1:], strict=False)]).items():
+            reads = pricer._run(*run)[0].function.reads
+            assert not any("key" in program.graph.values[reads[i]].dtype for i in dead)
+
+
+def test_a_joined_product_of_a_million_elements():
+    """A product that joins its input, both large, is planned: what is spread lies in the place of what took it in."""
+
+    def loss(ws, x):
+        for w, b, v in ws:
+            x = jnp.tanh(jnp.concatenate([x @ w + b, x], -1) @ v)
+        return jnp.mean(x**2)
+
+    w, b, v, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(128, 128), (128,), (256, 128), (8192, 128)])
+    assert jaxsub.plan(loss, [(w, b, v)] * 4, x, verify=False, cache=False, progress=False).n_regions
+
+
+METRICS = {
+    "a maximum": lambda loss, h: h.max(),
+    "a count": lambda loss, h: {"positive": jnp.sum(h > 0), "rate": jnp.mean(h > 0)},
+    "a product": lambda loss, h: jnp.argmax(h @ h.T, -1),
+    "the loss itself": lambda loss, h: jnp.sqrt(loss),
+}
+
+
+@pytest.mark.parametrize(
+    ("metric", "asked"),
+    [*((name, {}) for name in METRICS), ("a count", {"budget": 0.8}), ("a count", {"planner": "chen"})],
+)
+def test_a_metric_behind_the_loss(metric, asked):
+    """A metric made after the loss is an auxiliary result like one made before it."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.sin(jnp.tanh(x @ w)) * jnp.cos(x)
+        found = jnp.mean(x**2)
+        return found, METRICS[metric](found, x)
+
+    planned = jaxsub.sublinear(loss, **asked, cache=False, progress=False)
+    gradients = (jax.jit(jax.value_and_grad(f, has_aux=True))(WEIGHTS, X) for f in (planned, loss))
+    same(*gradients)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
+def test_a_frontier_leaves_out_what_must_run_once(ordered):
+    """Every plan of a frontier, and those beside it, keep an `io_callback` out of their regions, and run."""
+    seen = []
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+            io_callback(lambda v: seen.append(v), None, jax.lax.stop_gradient(x.sum()), ordered=ordered)
+        return jnp.mean(x**2)
+
+    found = jaxsub.frontier(loss, WEIGHTS * 2, X, points=3, verify=False, cache=False)
+    for point in (*found.points, *found.others):
+        seen.clear()
+        planned = jaxsub.sublinear(loss, plan=point.plan, progress=False)
+        jax.block_until_ready(jax.jit(jax.grad(planned))(WEIGHTS * 2, X))
+        jax.effects_barrier()
+        assert len(seen) == 6
