@@ -52,10 +52,20 @@ def main() -> None:
     """
 
 
+class _File(click.Path):
+    """A path that a file can have."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what the system would not take, with words instead of a traceback."""
+        if "\0" in os.fspath(value):
+            self.fail("a path cannot hold the character NUL", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _target_options(command: Callable[..., None]) -> Callable[..., None]:
     """What all commands about a function have in common."""
     for option in (
-        click.option("--argnums", default="0", show_default=True, help="Arguments the gradient is taken of: 0 or 0,1."),
+        click.option("--argnums", help="Arguments the gradient is taken of: 0 or 0,1; else the first with floats."),
         click.option("--target", help="Device to plan for, present or not; `jaxsub targets` lists them."),
         click.option("--args", "arguments", required=True, metavar="MODULE:NAME", help=ARGS_HELP),
         click.argument("function", metavar="FUNCTION"),
@@ -69,14 +79,14 @@ def _target_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--budget", help="8GiB, 512MB, a number of bytes, or a fraction such as 0.4 of what it needs now.")
 @click.option("--planner", default="auto", show_default=True, help=f"One of {', '.join(planner_names())}.")
 @click.option("--verify/--no-verify", default=None, help="Compile the plan and measure it, or trust predictions.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the plan, for sublinear(plan=...).")
-@click.option("--html", "html_path", type=click.Path(dir_okay=False), help="Write a page that shows the plan.")
-def plan(function: str, arguments: str, target: str | None, argnums: str, budget: str | None, planner: str,
+@click.option("--json", "json_path", type=_File(dir_okay=False), help="Write the plan, for sublinear(plan=...).")
+@click.option("--html", "html_path", type=_File(dir_okay=False), help="Write a page that shows the plan.")
+def plan(function: str, arguments: str, target: str | None, argnums: str | None, budget: str | None, planner: str,
          verify: bool | None, json_path: str | None, html_path: str | None) -> None:  # fmt: skip
     """Plan the gradient of FUNCTION within a budget, and print the plan."""
     with _friendly():
-        made = make_plan(_load(function), *_arguments(arguments), budget=_budget(budget), planner=planner,
-                         verify=verify, target=_target(target), argnums=_argnums(argnums))  # fmt: skip
+        made = make_plan(_load(function), *_arguments(arguments), budget=budget, planner=planner, verify=verify,
+                         target=_target(target), argnums=_argnums(argnums))  # fmt: skip
     click.echo(str(made))
     if json_path:
         _write(json_path, made.to_json())
@@ -86,7 +96,7 @@ def plan(function: str, arguments: str, target: str | None, argnums: str, budget
 
 @main.command(epilog=EXAMPLES)
 @_target_options
-def explain(function: str, arguments: str, target: str | None, argnums: str) -> None:
+def explain(function: str, arguments: str, target: str | None, argnums: str | None) -> None:
     """Say where the memory of FUNCTION goes, and what budgets are within reach."""
     with _friendly():
         found = make_explanation(
@@ -99,8 +109,8 @@ def explain(function: str, arguments: str, target: str | None, argnums: str) -> 
 @_target_options
 @click.option("--points", default=8, show_default=True, type=click.IntRange(2), help="About how many plans.")
 @click.option("--verify/--no-verify", default=False, show_default=True, help="Compile and measure every plan.")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="Write a picture (.png, .svg, .pdf).")
-def frontier(function: str, arguments: str, target: str | None, argnums: str, points: int, verify: bool,
+@click.option("--plot", "plot_path", type=_File(dir_okay=False), help="Write a picture (.png, .svg, .pdf).")
+def frontier(function: str, arguments: str, target: str | None, argnums: str | None, points: int, verify: bool,
              plot_path: str | None) -> None:  # fmt: skip
     """Show what every budget buys FUNCTION: memory against recomputation."""
     with _friendly():
@@ -137,7 +147,7 @@ def _friendly() -> Iterator[None]:
 def _load(path: str) -> Any:
     """What stands at MODULE:NAME or FILE.py:NAME."""
     module_name, colon, name = path.rpartition(":")
-    if not colon or not module_name or not name:
+    if not colon or not module_name or not name or "\0" in path:
         raise click.UsageError(f"{path!r} is not of the form MODULE:NAME, such as mypkg.train:loss or train.py:loss.")
     module = _module(module_name)
     found: Any = module
@@ -176,16 +186,6 @@ def _arguments(path: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _budget(text: str | None) -> str | int | float | None:
-    """A budget as it is typed: plain digits are bytes, a fraction in (0, 1] is one of what the function needs now."""
-    if text is None or text.isdigit():
-        return None if text is None else int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _target(name: str | None) -> Target:
     try:
         return get_target(name)
@@ -193,7 +193,9 @@ def _target(name: str | None) -> Target:
         raise click.UsageError(str(error)) from error
 
 
-def _argnums(text: str) -> int | tuple[int, ...]:
+def _argnums(text: str | None) -> int | tuple[int, ...] | None:
+    if text is None:
+        return None
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError as error:

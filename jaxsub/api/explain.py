@@ -8,7 +8,7 @@ say where in the program memory comes from.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxsub.api.frontier import Frontier, frontier_of
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.arguments import trace_call
+from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import Program, aval_bytes, flatten_jaxpr
 from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
 
@@ -129,14 +129,14 @@ def _grouped(labelled: Iterable[tuple[str, Residual]]) -> tuple[Group, ...]:
 
 
 def residuals(
-    fun: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, argnums: AnyArgnums = None, **kwargs: Any
 ) -> tuple[Residual, ...]:
     """List what the backward pass of a function reads: what `jax.ad_checkpoint.print_saved_residuals` only prints.
 
     Args:
         fun: The function; checkpoints in it, made by hand or by `jaxsub.sublinear`, are respected.
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
-        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -151,6 +151,7 @@ def residuals(
         >>> [(r.producer, r.shape, r.n_bytes) for r in found]
         [('cos', (2, 4), 32), ('argument', (2, 4), 32)]
     """
+    refuse_collisions(residuals, locals())
     return residuals_of(trace_call(fun, args, kwargs, argnums))
 
 
@@ -196,7 +197,12 @@ def _scope(stack: str) -> str:
 
 
 def explain(
-    fun: Callable[..., Any], *args: Any, target: Any = None, argnums: int | Sequence[int] = 0, **kwargs: Any
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    target: Any = None,
+    argnums: AnyArgnums = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Say where a function's memory goes before any plan, and what budgets are within reach at what price.
 
@@ -204,7 +210,7 @@ def explain(
         fun: The function.
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
         target: The device to price for; `None` for the one in use.
-        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -219,7 +225,12 @@ def explain(
         >>> [(group.label, group.n_bytes) for group in found.by_producer()]
         [('cos', 64), ('sin', 32)]
     """
-    program = trace_call(fun, args, kwargs, argnums)
+    refuse_collisions(explain, locals())
+    return explanation_of(trace_call(fun, args, kwargs, argnums), target)
+
+
+def explanation_of(program: Program, target: Any = None) -> Explanation:
+    """The explanation of a traced program."""
     found = residuals_of(program)
     pricer = Pricer(program, get_target(target), is_compiled=False)
     made = tuple(r for r in found if not r.is_given)

@@ -19,13 +19,16 @@ from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import keep_out
-from jaxsub.jaxpr.arguments import trace_call
+from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
 from jaxsub.search.verify import Verifier, cut_choices, finish, usual_choices
 
 Found = tuple[int, float, tuple[Run, ...], Chain]
 """Predicted bytes, extra FLOPs, runs and their chain."""
+
+POINTS = 8
+"""About how many plans a frontier has where nobody says."""
 
 NAMED = ("chen", "recursive", "revolve")
 """Planners whose own plans stand beside the frontier."""
@@ -103,12 +106,13 @@ class Frontier:
 
 def frontier(
     fun: Callable[..., Any],
+    /,
     *args: Any,
-    points: int = 8,
+    points: int = POINTS,
     budget: Any = None,
     target: Any = None,
     verify: bool = False,
-    argnums: int | Sequence[int] = 0,
+    argnums: AnyArgnums = None,
     cache: Any = True,
     **kwargs: Any,
 ) -> Frontier:
@@ -122,7 +126,7 @@ def frontier(
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
         verify: Whether to ask the compiler for prices and to compile and measure every plan of the frontier; otherwise
             figures are counted without a compiler.
-        argnums: The arguments its gradient is taken of, as for `jax.grad`.
+        argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         cache: Where compiled figures are kept, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments.
 
@@ -148,6 +152,7 @@ def frontier(
     References:
         Beaumont et al., Optimal checkpointing for heterogeneous chains, 2019.
     """
+    refuse_collisions(frontier, locals())
     if points < 2:
         raise ValueError(f"a frontier has at least 2 points, got points={points}")
     marked = Budget.parse(budget).n_bytes

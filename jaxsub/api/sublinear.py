@@ -10,21 +10,25 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 
+from jaxsub.api.explain import Explanation, explanation_of
+from jaxsub.api.frontier import POINTS, Frontier, frontier_of
 from jaxsub.core.budget import Budget
-from jaxsub.core.disk_cache import Store
+from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.wrapped import Locks, P, R, Wrapped
+from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import measure_compiled
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.arguments import Statics, trace_call
+from jaxsub.jaxpr.arguments import AnyArgnums, Statics, read_argnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.shardings import sharding_of, spread_over, told
 from jaxsub.jaxpr.static_leaves import losing_nothing
-from jaxsub.jaxpr.trace import Program, trace
+from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
 from jaxsub.search import verify as verifying
@@ -34,8 +38,29 @@ AnyCache = bool | str | os.PathLike[str] | Store
 AnyBudget = str | int | float | None | Budget
 
 
-class Sublinear:
+class Options(TypedDict, total=False):
+    """The options of `sublinear`."""
+
+    budget: AnyBudget
+    planner: str | Planner
+    plan: Plan | str | os.PathLike[str] | None
+    mirror: Mirror | None
+    verify: bool | None
+    target: Any
+    argnums: AnyArgnums
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    in_shardings: Any
+    cache: AnyCache
+    progress: bool
+    profile: bool | str
+    offload: str | None
+
+
+class Sublinear(Wrapped[P, R]):
     """A function whose gradient fits a budget; made by `sublinear`.
+
+    Its methods take the function's own arguments and nothing else: no name of theirs can be one of jaxsub's options.
 
     Attributes:
         fun: The function as it was.
@@ -43,33 +68,72 @@ class Sublinear:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], settings: Settings, static_argnums: Sequence[int], static_argnames: Sequence[str]
+        self, fun: Callable[P, R], settings: Settings, static_argnums: Sequence[int], static_argnames: Sequence[str]
     ):
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.settings = settings
-        self._statics = Statics.of(losing_nothing(fun, "sublinear"), static_argnums, static_argnames)
+        self._told = tuple(static_argnums), tuple(static_argnames)
+        self._statics = Statics.of(losing_nothing(fun, "sublinear"), *self._told)
+        self._locks = Locks()
         self._ready: dict[Any, tuple[Program, Callable[..., Any], Plan]] = {}
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, Plan] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function; its gradient keeps to the plan."""
         program, run, _ = self._prepare(args, kwargs)
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         outputs = run(*program.consts, *jax.tree.leaves((dynamic_args, dynamic_kwargs)))
-        return jax.tree.unflatten(program.out_tree, outputs)
+        result: R = jax.tree.unflatten(program.out_tree, outputs)
+        return result
+
+    @property
+    def statics(self) -> Statics:
+        """Which of its arguments are no arrays."""
+        return self._statics
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes: arrays or `jax.ShapeDtypeStruct`s."""
         return self._prepare(args, kwargs)[2]
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+        """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it; nothing is run."""
+        program, _, made = self._prepare(args, kwargs)
+        check_differentiated(program)
+        function, shapes = verifying.gradient(program, emit(program, made))
+        return measure_compiled(function, shapes, get_target(self.settings.target))
+
+    def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
+        """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
+        program, settings = self._traced(args, kwargs), self.settings
+        is_measured = settings.verify is True
+        pricer = Pricer(program, get_target(settings.target), is_measured, open_store(settings.cache))
+        return frontier_of(pricer, POINTS, settings.budget.n_bytes, is_measured=is_measured)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Where its memory goes before any plan, as `jaxsub.explain` says it."""
+        return explanation_of(self._traced(args, kwargs), self.settings.target)
+
+    def made_of(self) -> tuple[Any, ...]:
+        """What an equal one is made of."""
+        return self.fun, self.settings, *self._told
 
     def __repr__(self) -> str:
         return f"sublinear({getattr(self.fun, '__qualname__', self.fun)!s}, budget={self.settings.budget!s})"
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """The function, traced and not planned."""
+        statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        with call_sites.paused():
+            program = self._trace(statics, dynamic_args, dynamic_kwargs, len(args))
+        check_differentiated(program)
+        return program
+
+    def _trace(self, statics: Any, args: list[Any], kwargs: dict[str, Any], n_args: int) -> Program:
+        argnums = self._statics.dynamic_argnums(self.settings.argnums, n_args)
+        program = trace(self._statics.bind(statics, n_args), args, kwargs, argnums=argnums)
+        return program if self.settings.in_shardings is None else self._spread(program, args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Callable[..., Any], Plan]:
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
@@ -79,16 +143,19 @@ class Sublinear:
             key = (statics, tree, tuple(map(type_of, leaves)), compat.trace_context())
             if trial is None and key in self._ready:
                 return self._ready[key]
-            program = self._programs.get(key)
-            if program is None:
-                argnums = self._statics.dynamic_argnums(self.settings.argnums, len(args))
-                program = trace(self._statics.bind(statics, len(args)), dynamic_args, dynamic_kwargs, argnums=argnums)
-                if self.settings.in_shardings is not None:
-                    program = self._spread(program, dynamic_args, dynamic_kwargs)
-            plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
-            target = trial.target if trial is not None and self.settings.target is None else self.settings.target
-            program = replace(program, platform=get_target(target).platform)
-        run = jax.jit(_named(emit(program, plan), self.fun), inline=True)
+            with self._locks(key):
+                if trial is None and key in self._ready:
+                    return self._ready[key]  # another thread has made it meanwhile
+                program = self._programs.get(key)
+                if program is None:
+                    program = self._trace(statics, dynamic_args, dynamic_kwargs, len(args))
+                return self._planned(key, program, trial)
+
+    def _planned(self, key: Any, program: Program, trial: Any) -> tuple[Program, Callable[..., Any], Plan]:
+        plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
+        target = trial.target if trial is not None and self.settings.target is None else self.settings.target
+        program = replace(program, platform=get_target(target).platform)
+        run = _Emitted(emit(program, plan), _name_of(self.fun))
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
             self._programs[key] = program
             if trial is None:
@@ -108,6 +175,14 @@ class Sublinear:
         return replace(program, shardings=spread_over([*program.consts, *leaves], said))
 
 
+@overload
+def sublinear(fun: Callable[P, R], **options: Unpack[Options]) -> Sublinear[P, R]: ...
+
+
+@overload
+def sublinear(fun: None = None, **options: Unpack[Options]) -> Callable[[Callable[P, R]], Sublinear[P, R]]: ...
+
+
 def sublinear(
     fun: Callable[..., Any] | None = None,
     *,
@@ -117,7 +192,7 @@ def sublinear(
     mirror: Mirror | None = None,
     verify: bool | None = None,
     target: Any = None,
-    argnums: int | Sequence[int] = 0,
+    argnums: AnyArgnums = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     in_shardings: Any = None,
@@ -147,7 +222,10 @@ def sublinear(
         verify: Whether to compile the plan and measure it. `None`: where the budget is bytes or a fraction. `False`
             trusts predictions, made without any compiler.
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
-        argnums: The arguments its gradient is taken of, as for `jax.grad`; 0 means the first that is not static.
+        argnums: The arguments its gradient is taken of, as for `jax.grad`: what is planned and measured is that
+            gradient. `None`: of the first positional argument with floating-point leaves, else of all keyword
+            arguments, as `jax.grad` takes it of parameters that stand in front. Derivatives with respect to anything
+            else are right all the same; a function with nothing to differentiate is left as it is.
         static_argnums: Positions of arguments that are no arrays; they must be hashable.
         static_argnames: Names of such arguments.
         in_shardings: Where the positional arguments that are arrays lie, as for `jax.jit` (trees of
@@ -163,7 +241,8 @@ def sublinear(
             and regions inside regions stays on the device. `None`: on the device only.
 
     Returns:
-        A function with the same signature; its method `plan(*args)` returns the plan it uses.
+        A function with the same signature. Its methods `plan`, `measure`, `frontier` and `explain` take that function's
+        arguments, all of which stay its own: `sublinear(loss, target="h100").plan(w, x, target=y)`.
 
     Raises:
         BudgetError: If the budget cannot be read.
@@ -188,7 +267,7 @@ def sublinear(
     if fun is not None and not callable(fun):
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
-                        argnums if isinstance(argnums, int) else tuple(argnums), cache, progress, profile,
+                        read_argnums(argnums), cache, progress, profile,
                         in_shardings=in_shardings, offload=offload)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
@@ -198,8 +277,8 @@ def sublinear(
     return Sublinear(fun, settings, numbers, names)
 
 
-def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
-         mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: int | Sequence[int] = 0,
+def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
+         mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: AnyArgnums = None,
          cache: AnyCache = True, progress: bool = True, profile: bool | str = False, offload: str | None = None,
          bound: bool = False, **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
@@ -237,14 +316,14 @@ def plan(fun: Callable[..., Any], *args: Any, budget: AnyBudget = None, planner:
         >>> plan.n_nodes
         5
     """
+    refuse_collisions(plan, locals())
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
                         argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload)  # fmt: skip
     wrapped.settings = replace(wrapped.settings, bound=bound)
-    found: Plan = wrapped.plan(*args, **kwargs)
-    return found
+    return wrapped.plan(*args, **kwargs)
 
 
-def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = None, argnums: int | Sequence[int] = 0,
+def measure(fun: Callable[..., Any], /, *args: Any, target: str | Target | None = None, argnums: AnyArgnums = None,
             **kwargs: Any) -> Measurement:  # fmt: skip
     """Compile the gradient of a function and read what the compiler allocates; nothing is run.
 
@@ -253,7 +332,7 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
             a scalar result, or of the first of a pair (loss, aux); of anything else the vector-Jacobian product.
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
         target: The device to compile for; `None` for the one in use.
-        argnums: The arguments the gradient is taken of.
+        argnums: The arguments the gradient is taken of, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -267,6 +346,7 @@ def measure(fun: Callable[..., Any], *args: Any, target: str | Target | None = N
         >>> jaxsub.measure(lambda w: jnp.tanh(w).sum(), jnp.ones((8, 8))).output_bytes >= 256
         True
     """
+    refuse_collisions(measure, locals())
     program = trace_call(fun, args, kwargs, argnums)
     return measure_compiled(*verifying.gradient(program, as_traced(program)), get_target(target))
 
@@ -281,9 +361,20 @@ def type_of(leaf: Any) -> Any:
         return type(leaf)  # no array: `trace` says what is wrong with it
 
 
-def _named(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    run.__name__ = run.__qualname__ = f"sublinear_{_name_of(fun)}"
-    return run
+class _Emitted:
+    """An emitted function under `jax.jit`; a primitive that cannot be compiled runs by its own implementation."""
+
+    def __init__(self, run: Callable[..., Any], name: str):
+        run.__name__ = run.__qualname__ = f"sublinear_{name}"
+        self._run, self._jitted = run, jax.jit(run, inline=True)
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            return self._jitted(*inputs)
+        except NotImplementedError:  # nothing has run yet; what was no fault of the compiler's is raised again
+            outputs = self._run(*inputs)
+            self._jitted = self._run
+            return outputs
 
 
 def _name_of(fun: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.devices.compile import compile_for
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import emit
-from jaxsub.jaxpr.trace import trace
+from jaxsub.jaxpr.arguments import AnyArgnums, trace_call
 from jaxsub.search.verify import gradient
 
 VIEWS = frozenset(("bitcast", "get-tuple-element", "tuple", "opt-barrier", "while", "conditional", "call"))
@@ -98,7 +98,7 @@ def _covered(places: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def xla_timeline(fun: Callable[..., Any], *args: Any, plan: Plan | None = None, argnums: int | Sequence[int] = 0,
+def xla_timeline(fun: Callable[..., Any], *args: Any, plan: Plan | None = None, argnums: AnyArgnums = None,
                  **kwargs: Any) -> XlaTimeline:  # fmt: skip
     """Compile the gradient of a function for the device in use and read when the compiler keeps what.
 
@@ -106,7 +106,7 @@ def xla_timeline(fun: Callable[..., Any], *args: Any, plan: Plan | None = None, 
         fun: The function, plain or `sublinear`.
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
         plan: A plan to follow; `None` for the function as it is.
-        argnums: The arguments the gradient is taken of.
+        argnums: The arguments the gradient is taken of, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -119,7 +119,7 @@ def xla_timeline(fun: Callable[..., Any], *args: Any, plan: Plan | None = None, 
         >>> 0 < max(found.live_bytes) <= found.temp_bytes
         True
     """
-    program = trace(fun, args, kwargs, argnums=argnums if isinstance(argnums, int) else tuple(argnums))
+    program = trace_call(fun, args, kwargs, argnums)
     followed = plan if plan is not None else Plan(program.fingerprint, Budget(), len(program.eqns))
     return read_timeline(compile_for(*gradient(program, emit(program, followed)), get_target(None)))
 

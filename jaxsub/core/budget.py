@@ -15,7 +15,8 @@ from jaxsub.core.errors import BudgetError
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 FORMS = (
-    'Pass bytes as "8GiB", "512MB" or an int; a float in (0, 1], the fraction of what the function needs now; or None.'
+    'Pass bytes as "8GiB", "512MB" or an int; a float in (0, 1] or "50%", the fraction of what the function needs now; '
+    "or None."
 )
 
 
@@ -55,29 +56,27 @@ class Budget:
         Example:
             >>> Budget.parse("1.5KiB").n_bytes
             1536
-            >>> Budget.parse(0.25).fraction
-            0.25
+            >>> Budget.parse(0.25).fraction, Budget.parse("25%").fraction
+            (0.25, 0.25)
         """
         if isinstance(budget, Budget):
             return budget
         if budget is None:
             return cls()
         if isinstance(budget, str):
-            return cls(n_bytes=_parse_text(budget))
+            return _parse_text(budget)
         if (shape := getattr(budget, "shape", ())) != ():
             raise BudgetError(f"A budget is one number, got an array of shape {shape}. {FORMS}")
         if isinstance(budget, bool) or str(getattr(budget, "dtype", "")) == "bool":
             raise BudgetError(f"A budget cannot be a bool, got {budget}. {FORMS}")
+        if hasattr(budget, "dtype") and hasattr(budget, "item"):
+            budget = budget.item()  # a scalar of NumPy or JAX is the number that it holds
         if hasattr(budget, "__index__"):
             if (n_bytes := int(budget)) <= 0:
                 raise BudgetError(f"A budget must be positive, got {budget} bytes. {FORMS}")
             return cls(n_bytes=n_bytes)
         if isinstance(budget, float) or hasattr(budget, "__float__"):
-            fraction = float(budget)
-            if not 0 < fraction <= 1:
-                hint = f" For bytes pass int({budget!r})." if fraction > 1 and fraction.is_integer() else ""
-                raise BudgetError(f"A float budget is a fraction in (0, 1], got {budget!r}.{hint} {FORMS}")
-            return cls(fraction=fraction)
+            return cls(fraction=_fraction(float(budget), budget))
         raise BudgetError(f"Cannot read the budget {budget!r} of type {type(budget).__name__}. {FORMS}")
 
     def __str__(self) -> str:
@@ -86,11 +85,24 @@ class Budget:
         return "none given" if self.fraction is None else f"{self.fraction:.0%} of plain"
 
 
-def _parse_text(text: str) -> int:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
+def _fraction(value: float, given: object) -> float:
+    if not 0 < value <= 1:
+        hint = f" For bytes pass int({given!r})." if value > 1 and value.is_integer() else ""
+        raise BudgetError(f"A float budget is a fraction in (0, 1], got {given!r}.{hint} {FORMS}")
+    return value
+
+
+def _parse_text(text: str) -> Budget:
+    """A budget as it is written: bytes, or a fraction as `50%` or `0.5`."""
+    match = re.fullmatch(r"\s*([+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*", text)
+    if match is None or match[2].upper() not in (*UNITS, "%"):
         raise BudgetError(f"Cannot read the budget {text!r}. {FORMS}")
-    n_bytes = float(match[1]) * UNITS[match[2].upper()]
+    number, unit = float(match[1]), match[2].upper()
+    if unit == "%":
+        return Budget(fraction=_fraction(number / 100, text))
+    if not unit and not match[1].isdigit() and 0 < number < math.inf and (number <= 1 or not number.is_integer()):
+        return Budget(fraction=_fraction(number, text))
+    n_bytes = number * UNITS[unit]
     if not math.isfinite(n_bytes) or n_bytes < 1:
         raise BudgetError(f"A budget must be positive and finite, got {text!r}. {FORMS}")
-    return int(n_bytes)
+    return Budget(n_bytes=int(n_bytes))

@@ -120,6 +120,7 @@ class Plan:
         equations: Four hexadecimal digits for each equation of the program it was made for, to name the first that
             differs where it is refused; empty where nobody noted them.
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
+        note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
@@ -141,6 +142,7 @@ class Plan:
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     equations: str = field(default="", repr=False)
+    note: str = ""
 
     def __post_init__(self) -> None:
         faults = list(_segment_faults(self.segments, 0, self.n_nodes))

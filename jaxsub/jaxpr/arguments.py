@@ -8,15 +8,19 @@ other arguments that are no arrays, as `jaxsub.jaxpr.static_leaves` finds them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.jaxpr.static_leaves import fixed_leaves, of_the_others, without
-from jaxsub.jaxpr.trace import Program, trace
+from jaxsub.jaxpr.trace import Program, check_differentiated, trace
+
+AnyArgnums = int | Sequence[int] | None
+"""What a user may name the differentiated arguments by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,11 @@ class Statics:
 
         return bound if statics[2] is None else of_the_others(bound, *statics[2])
 
-    def dynamic_argnums(self, argnums: int | tuple[int, ...], n_args: int) -> tuple[int, ...]:
-        """Where the differentiated arguments stand among those that are arrays."""
+    def dynamic_argnums(self, argnums: int | tuple[int, ...] | None, n_args: int) -> tuple[int, ...] | None:
+        """Where the differentiated arguments stand among those that are arrays; `None` where nobody named them."""
+        if argnums is None:
+            return None
         arrays = [i for i in range(n_args) if i not in self.argnums]
-        if argnums == 0 and arrays:
-            return (0,)
         wanted = [a % n_args if n_args and -n_args <= a < n_args else a
                   for a in ([argnums] if isinstance(argnums, int) else argnums)]  # fmt: skip
         if static := [a for a in wanted if a in self.argnums]:
@@ -91,10 +95,58 @@ class Statics:
         return tuple(arrays.index(a) if a in arrays else a for a in wanted)
 
 
-def trace_call(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: int | Sequence[int]
-) -> Program:
+def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
+    """What `argnums` names, or an error that says what it may be.
+
+    Raises:
+        TypeError: If it is neither a whole number nor a sequence of at least one.
+
+    Example:
+        >>> read_argnums([0, 2])
+        (0, 2)
+    """
+    if argnums is None:
+        return None
+    many = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    numbers = tuple(argnums) if many else (argnums,)
+    if not numbers or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in numbers):
+        raise TypeError(
+            f"argnums takes the positions of arguments, as jax.grad does: 0 or (0, 1), or None; got {argnums!r}."
+        )
+    found = tuple(operator.index(n) for n in numbers)
+    return found if many else found[0]
+
+
+def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse an option of ours that may be meant for a parameter of the user's function.
+
+    Args:
+        call: What was called, such as `jaxsub.plan`: its options are keyword-only, its function is `fun`.
+        given: What it was given, by the names of its parameters.
+
+    Raises:
+        TypeError: It names the way in which nothing can collide.
+    """
+    try:
+        free = inspect.signature(given["fun"])
+        bound = free.bind_partial(*given["args"]).arguments
+    except (ValueError, TypeError):  # a builtin without a signature, or arguments that it does not take: it says so
+        return
+    for name, option in inspect.signature(call).parameters.items():
+        is_passed = option.kind is option.KEYWORD_ONLY and given[name] is not option.default
+        if is_passed and name in free.parameters and name not in bound:
+            fun, called = getattr(given["fun"], "__name__", "function"), getattr(call, "__name__", "")
+            raise TypeError(
+                f"{name}= is a parameter of {fun} and an option of jaxsub.{called}. Options in the first brackets, "
+                f"arguments in the second leave no doubt: jaxsub.sublinear({fun}, ...).{called}(..., {name}=...)."
+            )
+
+
+def trace_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: AnyArgnums) -> Program:
     """Trace a function of arguments among whose leaves some may be no arrays, as in Equinox's modules.
+
+    Raises:
+        UnsupportedError: If there is nothing to differentiate.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,7 +155,10 @@ def trace_call(
         >>> [node.primitive for node in program.graph.nodes]
         ['dot_general', 'tanh', 'reduce_sum']
     """
-    statics = Statics.of(fun, (), ())
+    is_wrapped = isinstance(getattr(type(fun), "statics", None), property)  # a `Sublinear`, which knows its own
+    statics = replace(fun.statics, fun=fun) if is_wrapped else Statics.of(fun, (), ())  # type: ignore[attr-defined]
     fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
-    wanted = argnums if isinstance(argnums, int) else tuple(argnums)
-    return trace(statics.bind(fixed, len(args)), dynamic_args, dynamic_kwargs, argnums=wanted)
+    wanted = statics.dynamic_argnums(read_argnums(argnums), len(args))
+    program = trace(statics.bind(fixed, len(args)), dynamic_args, dynamic_kwargs, argnums=wanted)
+    check_differentiated(program)
+    return program

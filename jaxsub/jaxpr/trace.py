@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class Program:
 
 
 def trace(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, argnums: int | Sequence[int] = 0
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, argnums: int | Sequence[int] | None = None
 ) -> Program:
     """Trace a function.
 
@@ -98,13 +98,14 @@ def trace(
         fun: The function, its static arguments bound already.
         args: Positional arguments: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
         kwargs: Keyword arguments, likewise.
-        argnums: The positional arguments that its gradient will be taken of.
+        argnums: The positional arguments that its gradient will be taken of. `None`: the first with floating-point
+            leaves, else all keyword arguments; where those have none either, nothing but what it closes over.
 
     Returns:
-        The program.
+        The program; `differentiated` is empty where `argnums` is `None` and there is nothing to differentiate.
 
     Raises:
-        UnsupportedError: If nothing in it can be differentiated, or an argument is no array.
+        UnsupportedError: If `argnums` names nothing that can be differentiated, or an argument is no array.
 
     Example:
         >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
@@ -123,23 +124,20 @@ def trace(
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
-    positions |= _argument_positions(args, argnums, len(consts), len(leaves))
+    wanted = _first_floating(args) if argnums is None else argnums
+    chosen = {len(consts) + i for i in _argument_positions(args, wanted, len(leaves))}
     names = ["const"] * len(consts) + [_path_name(path) for path, _ in paths]
     loss = _loss_position(out_tree, out_leaves)
-    program = program_of(eqns, invars, outvars, consts, positions, loss, out_tree, names, closed)
+    program = program_of(eqns, invars, outvars, consts, positions | chosen, loss, out_tree, names, closed)
+    if argnums is not None:
+        check_differentiated(program, chosen)
     return replace(program, shardings=spread_over([*consts, *leaves]))
 
 
 def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],
                loss: int | None, out_tree: Any, names: list[str], closed: Any) -> Program:  # fmt: skip
     """Put a program together from its flat parts; `positions` are those of the differentiated inputs."""
-    differentiated = tuple(i for i in sorted(positions) if jnp.issubdtype(invars[i].aval.dtype, jnp.inexact))
-    if not differentiated:
-        raise UnsupportedError(
-            "Nothing to differentiate: the differentiated argument has no floating-point leaves "
-            f"(it has {sorted({str(invars[i].aval.dtype) for i in positions}) or 'no arrays at all'}). "
-            "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
-        )
+    differentiated = tuple(i for i in sorted(positions) if _is_floating(invars[i].aval))
     eqns = reports_last(live_eqns(eqns, outvars))
     signatures = tuple(signature_of(eqn) for eqn in eqns)
     graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
@@ -147,31 +145,72 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
                    signatures, graph, compat.open_jaxpr(closed))  # fmt: skip
 
 
+def check_differentiated(program: Program, positions: Iterable[int] | None = None) -> None:
+    """Refuse a program of which no gradient can be taken.
+
+    Args:
+        program: The program.
+        positions: The inputs that were meant to be differentiated; `None` for all arguments.
+
+    Raises:
+        UnsupportedError: If there is none among them of a floating-point dtype.
+    """
+    if program.differentiated:
+        return
+    asked = range(len(program.consts), len(program.invars)) if positions is None else positions
+    of_whom = "no argument has" if positions is None else "the differentiated argument has no"
+    found = sorted({str(program.invars[i].aval.dtype) for i in asked})
+    raise UnsupportedError(
+        f"Nothing to differentiate: {of_whom} floating-point leaves (found {', '.join(found) or 'no arrays at all'}). "
+        "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
+    )
+
+
 def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
-    faults = []
+    faults, symbols = [], []
     for path, leaf in paths:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
             leaf, bool | int | float | complex
         ):
             faults.append(f"{_path_name(path)} is a {type(leaf).__name__}")
+        elif symbolic := [d for d in getattr(leaf, "shape", ()) if not hasattr(d, "__index__")]:
+            symbols.append(f"{_path_name(path)} has the dimension {symbolic[0]}")
     if faults:
         raise UnsupportedError(
             f"Arguments must be arrays: {', '.join(faults)}. Pass static_argnums= or static_argnames= for what is "
             "no array, or register its type as a pytree."
         )
+    if symbols:
+        raise UnsupportedError(
+            f"A plan is one of known sizes: {', '.join(symbols)}. With jax.export, export the function once for each "
+            "size, at shapes without symbols; or export the plain function, which needs no plan."
+        )
 
 
-def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_consts: int, n_leaves: int) -> set[int]:
+def _is_floating(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _first_floating(args: Sequence[Any]) -> tuple[int, ...]:
+    """The first positional argument with floating-point leaves; none where there is no such argument."""
+    for i, arg in enumerate(args):
+        if any(jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(arg)):
+            return (i,)
+    return ()
+
+
+def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_leaves: int) -> set[int]:
+    """Where the leaves of the named positional arguments stand; those of all keyword arguments where none is named."""
     wanted = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not args:
-        return set(range(n_consts, n_consts + n_leaves))  # all arguments are keywords
+    if not args or not wanted:
+        return set(range(sum(len(jax.tree.leaves(arg)) for arg in args), n_leaves))
     outside = [a for a in wanted if not -len(args) <= a < len(args)]
     if outside:
         raise UnsupportedError(
             f"argnums={argnums} names argument {outside[0]}, but there are {len(args)} positional ones."
         )
     chosen = {a % len(args) for a in wanted}
-    positions, at = set(), n_consts
+    positions, at = set(), 0
     for i, arg in enumerate(args):
         size = len(jax.tree.leaves(arg))
         if i in chosen:

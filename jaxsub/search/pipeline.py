@@ -50,7 +50,7 @@ class Settings:
     mirror: Mirror | None = None
     verify: bool | None = None
     target: Any = None
-    argnums: int | tuple[int, ...] = 0
+    argnums: int | tuple[int, ...] | None = None
     cache: bool | str | os.PathLike[str] | Store = True
     progress: bool = True
     profile: bool | str = False
@@ -59,6 +59,9 @@ class Settings:
     offload: str | None = None
 
     def __post_init__(self) -> None:
+        other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
+        if self.plan is not None and other:
+            raise ValueError(f"plan= is made already, and {other}= would plan anew; pass one of them")
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
         if self.offload is not None and self.bound:
@@ -84,10 +87,14 @@ def make_plan(program: Program, settings: Settings) -> Plan:
         return _kept(program, settings)
     except JaxsubError:
         raise
-    except (ValueError, TypeError, NotImplementedError):
-        if verifying.has_gradient(program):
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not verifying.has_gradient(program):
+            return verifying.finish(program, untouched(program), settings.budget)
+        if not isinstance(error, NotImplementedError) or settings.verify is False:
             raise
-        return verifying.finish(program, untouched(program), settings.budget)
+        told = f"This function cannot be compiled ({error}), so its plan cannot be measured."
+        _without_measuring(settings, told, "Pass verify=False")  # a primitive may have no more than an implementation
+        return _kept(program, replace(settings, verify=False))
 
 
 def _kept(program: Program, settings: Settings) -> Plan:
@@ -176,9 +183,19 @@ def _may_verify(program: Program, settings: Settings) -> bool | None:
         "This function uses named axes (of jax.shard_map, or of jax.vmap with collectives): it cannot be compiled "
         "outside of them, so its plan cannot be measured."
     )
+    remedy = ("Put sublinear round the shard_map or vmap, let jaxsub.jit(memory=...) measure the whole step, or pass "
+              "verify=False")  # fmt: skip
+    return _without_measuring(settings, told, remedy)
+
+
+def _without_measuring(settings: Settings, told: str, remedy: str) -> bool | None:
+    """What is asked of verification where nothing can be compiled; whoever relies on it is told.
+
+    Raises:
+        UnsupportedError: If the user asked for it.
+    """
     if settings.verify:
-        raise UnsupportedError(f"{told} Put sublinear round the shard_map or vmap, let jaxsub.jit(memory=...) "
-                               "measure the whole step, or pass verify=False.")  # fmt: skip
+        raise UnsupportedError(f"{told} {remedy}.")
     if settings.budget != Budget():
         warnings.warn(f"{told} The plan keeps to the budget by prediction; pass verify=False to say so.", stacklevel=2)
         return False

@@ -171,8 +171,17 @@ def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     """Put the budget and what is kept, in words, into a plan."""
     named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
-    equations = equation_digests(program)
-    return plan.replace(budget=budget, holdings=holdings(program, plan), equations=equations, **named)
+    told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program)}
+    return plan.replace(budget=budget, **told, **named)
+
+
+def note(program: Program) -> str:
+    """What a reader of any plan of a program should know: that it has nothing to differentiate, or no loss."""
+    if not program.differentiated:
+        return "There is nothing to differentiate: the function is left as it is."
+    if program.loss is None:
+        return "The result is no scalar loss: the gradient planned for is that of all its floating-point results."
+    return ""
 
 
 def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:

@@ -32,6 +32,7 @@ DOMINANT = 0.4
 def describe(plan: Plan) -> str:
     """Say in plain words what a plan keeps, recomputes and costs; at most 80 columns wide."""
     lines = [f"jaxsub plan by `{plan.planner}`, budget: {plan.budget}"]
+    lines += textwrap.wrap(plan.note, COLUMNS)
     lines += list(_memory_lines(plan))
     counts = plan.mirror_counts
     again = sum(1 for m in counts if m)

@@ -9,6 +9,7 @@ the step, finds its plans, and compiles only what runs.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import inspect
@@ -89,6 +90,7 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget |
         >>> found.step_bytes <= found.memory_bytes < found.plain_bytes
         True
     """
+    check_jit_kwargs(jit_kwargs)
     if fun is None:
         return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
     fun = losing_nothing(fun, "jit")
@@ -97,6 +99,26 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget |
     if target is not None:
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
     return jax.jit(fun, **_with_options(jit_kwargs))
+
+
+def check_jit_kwargs(given: dict[str, Any]) -> None:
+    """Refuse what `jax.jit` does not take, before anything is called.
+
+    Raises:
+        TypeError: It says what is close.
+
+    Example:
+        >>> check_jit_kwargs({"donate_args": 0})
+        Traceback (most recent call last):
+        ...
+        TypeError: jaxsub.jit takes no 'donate_args'; did you mean 'donate_argnums'? ...
+    """
+    taken = sorted({*inspect.signature(jax.jit).parameters, *inspect.signature(jit).parameters} - {"fun", "jit_kwargs"})
+    for name in given:
+        if name not in taken:
+            close = difflib.get_close_matches(name, taken, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise TypeError(f"jaxsub.jit takes no {name!r}{hint} It takes {', '.join(taken)}.")
 
 
 def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +141,7 @@ class Step:
     def __init__(self, fun: Callable[..., Any], memory: Any, target: Any, cache: AnyCache, progress: bool,
                  jit_kwargs: dict[str, Any]):  # fmt: skip
         functools.update_wrapper(self, fun)
+        check_jit_kwargs(jit_kwargs)
         self.fun = fun
         self.memory = memory if memory == "device" else Budget.parse(memory)
         self.target = target

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,8 @@ from jaxsub.core.simulate import predict
 from jaxsub.show.text import describe
 
 FORMS = (
-    'Pass bytes as "8GiB", "512MB" or an int; a float in (0, 1], the fraction of what the function needs now; or None.'
+    'Pass bytes as "8GiB", "512MB" or an int; a float in (0, 1] or "50%", the fraction of what the function needs now; '
+    "or None."
 )
 
 
@@ -36,6 +38,8 @@ FORMS = (
         ("1e3B", 1000),
         (7, 7),
         (np.int64(7), 7),
+        (jnp.int32(7), 7),
+        ("1e9", 10**9),
     ],
 )
 def test_a_budget_in_bytes(given, n_bytes):
@@ -43,10 +47,13 @@ def test_a_budget_in_bytes(given, n_bytes):
     assert Budget.parse(given) == Budget(n_bytes=n_bytes)
 
 
-@pytest.mark.parametrize("given", [0.25, np.float32(0.25), Fraction(1, 4)])
+@pytest.mark.parametrize(
+    "given", [0.25, np.float32(0.25), np.array(0.25), jnp.bfloat16(0.25), Fraction(1, 4), "0.25", "25%", " 2.5e1 %"]
+)
 def test_a_budget_as_a_fraction(given):
-    """A float of any make in (0, 1] is a fraction of what the function needs now."""
+    """A float of any make in (0, 1], or one that is written out, is a fraction of what the function needs now."""
     assert Budget.parse(given) == Budget(fraction=0.25)
+    assert Budget.parse("1.0") == Budget.parse("100%") == Budget(fraction=1.0)
     assert Budget.parse(1.0) == Budget(fraction=1.0)
 
 
@@ -64,7 +71,12 @@ def test_a_budget_that_is_one():
         ("0GiB", "A budget must be positive and finite, got '0GiB'."),
         ("1e999", "A budget must be positive and finite, got '1e999'."),
         ("8 bananas", "Cannot read the budget '8 bananas'."),
-        ("-5GiB", "Cannot read the budget '-5GiB'."),
+        ("-5GiB", "A budget must be positive and finite, got '-5GiB'."),
+        ("-5", "A budget must be positive and finite, got '-5'."),
+        ("\u00b2", "Cannot read the budget '\u00b2'."),
+        ("150%", "A float budget is a fraction in (0, 1], got '150%'."),
+        ("1.5", "A float budget is a fraction in (0, 1], got '1.5'."),
+        ("1e-1000%", "A float budget is a fraction in (0, 1], got '1e-1000%'."),
         ("", "Cannot read the budget ''."),
         ("nan", "Cannot read the budget 'nan'."),
         (True, "A budget cannot be a bool, got True."),

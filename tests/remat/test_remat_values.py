@@ -10,12 +10,15 @@ from counterparts import (
     backward,
     everywhere,
     executed,
+    make,
     predicted,
     same,
     sines,
     whole,
 )
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import jaxsub
 from jaxsub.core.plan import Budget, Plan, Segment
@@ -177,10 +180,9 @@ def test_remat_symbolic_zeros(wrap):
 
 @everywhere
 def test_remat_jit2(wrap):
-    """A function without arguments gives what it closes over; with nothing to differentiate that is said."""
+    """A function without arguments gives what it closes over, differentiable or not."""
     same(jax.jit(lambda x: wrap(lambda: 2 * x)())(3.0), 6.0)
-    with pytest.raises(jaxsub.UnsupportedError, match="Nothing to differentiate"):
-        jax.jit(lambda x: wrap(lambda: 2 * x)())(3)
+    assert jax.jit(lambda x: wrap(lambda: 2 * x)())(3) == 6
 
 
 @everywhere
@@ -260,3 +262,23 @@ def test_no_cse_widget_on_primals():
     forward, gradient = (jax.jit(f).lower(2.0).as_text() for f in (g, jax.grad(lambda x: g(x)[0])))
     assert "optimization_barrier" not in forward
     assert "optimization_barrier" in gradient
+
+
+def test_a_primitive_that_cannot_be_compiled():
+    """What only runs by its own implementation is planned by counting, and runs so; a promise in bytes is refused."""
+    add_one, runs = Primitive("add_one"), []
+    add_one.def_impl(lambda x: (runs.append(1), x + 1)[1])
+    add_one.def_abstract_eval(lambda x: x)
+    ad.primitive_jvps[add_one] = lambda primals, tangents: (
+        add_one.bind(*primals), add_one.bind(*primals) * tangents[0],
+    )  # fmt: skip
+    loss = lambda x: jnp.sin(add_one.bind(jnp.sin(x)))  # noqa: E731
+    for wrap in (make, predicted, whole):
+        f, runs[:] = wrap(loss), []
+        y, pullback = jax.vjp(f, 2.0)
+        same((y, pullback(1.0)), jax.vjp(loss, 2.0)[0:1] + (jax.vjp(loss, 2.0)[1](1.0),))
+        assert runs
+    with pytest.warns(UserWarning, match="cannot be compiled.*add_one"):
+        same(make(loss, budget="1MiB")(2.0), loss(2.0))
+    with pytest.raises(jaxsub.UnsupportedError, match="verify=False"):
+        make(loss, budget="1MiB", verify=True)(2.0)

@@ -1,0 +1,179 @@
+"""Arguments as users give them: which is differentiated, names that collide, budgets and options misread."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jaxsub
+
+W, X = jnp.full((8, 8), 0.1), jnp.ones((4, 8))
+make = functools.partial(jaxsub.sublinear, cache=False, progress=False, verify=False)
+
+
+def layers(w, x, n=4):
+    for _ in range(n):
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+FIRST = {
+    "integer": (lambda step, w, x: layers(w, x) * step, jnp.int32(2)),
+    "Python's int": (lambda step, w, x: layers(w, x) * step, 2),
+    "key": (lambda key, w, x: layers(w, x + jax.random.normal(key, x.shape)), jax.random.key(0)),
+    "raw key": (lambda key, w, x: layers(w, x + jax.random.normal(key, x.shape)), jax.random.PRNGKey(0)),
+    "nothing": (lambda nothing, w, x: layers(w, x), None),
+    "flags": (lambda flags, w, x: layers(w, x) * flags["on"], {"on": True}),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_the_first_argument_need_not_be_differentiated(kind):
+    """With an integer, a key or nothing in front, values and gradients are JAX's, and the next argument is planned."""
+    fun, first = FIRST[kind]
+    loss = make(fun)
+    got = loss(first, W, X), jax.grad(loss, (1, 2))(first, W, X)
+    np.testing.assert_allclose(got[0], fun(first, W, X), rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got[1], jax.grad(fun, (1, 2))(first, W, X))
+    assert loss.plan(first, W, X) == make(fun, argnums=1).plan(first, W, X)
+
+
+def test_a_static_first_argument_is_passed_over():
+    """With a static argument in front the next one is planned; naming it is an error that says so."""
+    loss = make(lambda n, w, x: layers(w, x, n), static_argnums=0)
+    assert jax.grad(loss, 1)(3, W, X).shape == W.shape
+    with pytest.raises(jaxsub.UnsupportedError, match="argument 0 is static and cannot be differentiated"):
+        make(lambda n, w, x: layers(w, x, n), static_argnums=0, argnums=0)(3, W, X)
+
+
+NOTHING = {
+    "integers": (lambda x: x * 2, (3,)),
+    "no arguments": (lambda: jnp.sin(W).sum(), ()),
+    "a key": (jax.random.normal, (jax.random.key(0),)),
+    "nothing at all": (lambda: 3.0, ()),
+    "an integer result": (lambda x: jnp.argmax(x), (X,)),
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_call_alone_never_raises(kind):
+    """What has nothing to differentiate is left as it is, plain, under `jax.jit` and with a budget in bytes."""
+    fun, args = NOTHING[kind]
+    for loss in (make(fun), jaxsub.sublinear(fun, budget="1MiB", cache=False), jax.jit(make(fun))):
+        np.testing.assert_allclose(loss(*args), fun(*args), rtol=1e-6)
+    assert make(fun).plan(*args).n_regions == 0
+
+
+def test_a_closure_is_differentiated():
+    """Without arguments the gradient is that of the tracers closed over; an integer one is no trouble."""
+    got = jax.grad(lambda w: make(lambda: layers(w, X))())(W)
+    np.testing.assert_allclose(got, jax.grad(layers)(W, X), rtol=1e-5)
+    assert jax.jit(lambda x: make(lambda: 2 * x)())(3) == 6
+
+
+def test_what_is_measured_is_the_gradient_of_the_first_floating_argument():
+    """A batch is no part of the measured gradient unless `argnums` says so."""
+    first, both = (jaxsub.measure(layers, W, X, argnums=n).output_bytes for n in (None, (0, 1)))
+    assert first == jaxsub.measure(layers, W, X, argnums=0).output_bytes
+    assert first + X.nbytes <= both
+    assert jaxsub.measure(lambda step, w, x: layers(w, x), 3, W, X).output_bytes == first
+
+
+def test_nothing_to_measure_is_an_error():
+    """`measure`, `explain`, `residuals` and `frontier` say so where nothing can be differentiated."""
+    for ask in (jaxsub.measure, jaxsub.explain, jaxsub.residuals, jaxsub.frontier):
+        with pytest.raises(jaxsub.UnsupportedError, match="Nothing to differentiate"):
+            ask(lambda n: n * 2, 3)
+    with pytest.raises(jaxsub.UnsupportedError, match=r"Nothing to differentiate.*int32"):
+        make(lambda n, x: x * n, argnums=0)(3, X)
+
+
+def aimed(w, x, target, budget=1.0):
+    return ((layers(w, x) - target) ** 2).sum() * budget
+
+
+def test_names_that_collide():
+    """A name that is the function's and ours is refused with the way that leaves no doubt; that way takes all."""
+    calls = {
+        jaxsub.plan: ("target", "budget"), jaxsub.measure: ("target",), jaxsub.explain: ("target",),
+        jaxsub.frontier: ("target", "budget"),
+    }  # fmt: skip
+    for call, names in calls.items():
+        for name in names:
+            told = rf"{name}= is a parameter of aimed and an option of jaxsub.{call.__name__}.*jaxsub.sublinear\(aimed"
+            with pytest.raises(TypeError, match=told):
+                call(aimed, W, X, **{name: 2.0})
+    loss = make(aimed)
+    given = {"target": 2.0, "budget": jnp.float32(3)}
+    np.testing.assert_allclose(loss(W, X, **given), aimed(W, X, **given), rtol=1e-6)
+    assert loss.plan(W, X, **given) == loss.plan(W, X, target=2.0, budget=jnp.float32(4))
+    assert loss.measure(W, X, **given).target == "cpu"
+    assert loss.frontier(W, X, **given).points
+    assert loss.explain(W, X, **given).residuals
+
+
+def test_an_option_is_one_where_the_parameter_has_its_argument():
+    """Once the function's own parameter is filled by position, the keyword can only be our option."""
+    assert jaxsub.plan(aimed, W, X, 2.0, target="cpu", verify=False).n_nodes
+    assert jaxsub.measure(aimed, W, X, 2.0, target="cpu").target == "cpu"
+    assert jaxsub.plan(lambda w, fun: layers(w, fun), W, fun=X, verify=False).n_nodes
+
+
+def test_methods_are_the_functions():
+    """`measure`, `frontier` and `explain` of a wrapped function say what the functions of that name say of it."""
+    loss = make(layers, planner="recursive")
+    assert loss.measure(W, X).temp_bytes == jaxsub.measure(loss, W, X).temp_bytes
+    assert loss.frontier(W, X) == jaxsub.frontier(layers, W, X)
+    assert loss.explain(W, X) == jaxsub.explain(layers, W, X)
+
+
+@pytest.mark.parametrize("given", ["x", "0", 1.0, True, (), (0, "x")])
+def test_argnums_that_are_none(given):
+    """What is no position is refused when the function is made, with its value."""
+    for ask in (functools.partial(make, layers), functools.partial(jaxsub.measure, layers, W, X)):
+        with pytest.raises(TypeError, match=r"argnums takes the positions of arguments.*got"):
+            ask(argnums=given)
+
+
+def test_positions_of_any_make():
+    """NumPy's integers, lists and negative positions are positions."""
+    assert make(layers, argnums=np.int64(1)).plan(W, X) == make(layers, argnums=[-1]).plan(W, X)
+
+
+def test_a_plan_leaves_nothing_to_plan():
+    """A plan beside a budget or mirror counts is refused."""
+    plan = make(layers).plan(W, X)
+    for other in ({"budget": "1GiB"}, {"mirror": {"h": 1}}):
+        with pytest.raises(ValueError, match=f"plan= is made already, and {next(iter(other))}= would plan anew"):
+            make(layers, plan=plan, **other)
+
+
+def test_options_that_jit_does_not_take():
+    """A misspelt option of `jit` is refused at once with what is close to it."""
+    for memory in (None, "1GiB"):
+        with pytest.raises(TypeError, match="takes no 'donate_args'; did you mean 'donate_argnums'"):
+            jaxsub.jit(memory=memory, donate_args=0)
+    with pytest.raises(TypeError, match="takes no 'memroy'; did you mean 'memory'"):
+        jaxsub.jit(layers, memroy="1GiB")
+
+
+def test_symbolic_shapes():
+    """`jax.export` with a symbolic batch is refused with what to do; at a known size it works."""
+    loss = jax.jit(make(layers))
+    (batch,) = export.symbolic_shape("b")
+    with pytest.raises(jaxsub.UnsupportedError, match=r"arg1 has the dimension b.*once for each size"):
+        export.export(loss)(W, jax.ShapeDtypeStruct((batch, 8), X.dtype))
+    assert export.export(loss)(W, X).call(W, X) == pytest.approx(layers(W, X))
+
+
+def test_a_result_that_is_no_loss_is_said():
+    """A plan of a function without a scalar loss says what its budget is one of, in text and HTML."""
+    told = "no scalar loss"
+    plan = make(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)).plan(W, X)
+    assert told in " ".join(str(plan).split())
+    assert told in plan.to_html()
+    assert told not in str(make(layers).plan(W, X))
+    assert "nothing to differentiate" in " ".join(str(make(lambda n: n * 2).plan(3)).split())
