@@ -366,7 +366,8 @@ class _Emitted:
 
     def __init__(self, run: Callable[..., Any], name: str):
         run.__name__ = run.__qualname__ = f"sublinear_{name}"
-        self._run, self._jitted = run, jax.jit(run, inline=True)
+        self._run = run
+        self._jitted: Callable[..., Any] = jax.jit(run, inline=True)
 
     def __call__(self, *inputs: Any) -> Any:
         try:

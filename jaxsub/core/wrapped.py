@@ -6,13 +6,14 @@ from what it was made of; what it remembers of traces and plans stays where it i
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import operator
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +55,7 @@ class Locks:
         return len(self._held)
 
 
-class Wrapped(Generic[P, R]):
+class Wrapped(abc.ABC, Generic[P, R]):
     """A callable in the place of a function.
 
     Attributes:
@@ -63,9 +64,13 @@ class Wrapped(Generic[P, R]):
 
     fun: Callable[P, R]
 
+    @abc.abstractmethod
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do what stands in the function's place."""
+
+    @abc.abstractmethod
     def made_of(self) -> tuple[Any, ...]:
         """What an equal one is made of, by its class."""
-        raise NotImplementedError
 
     @overload
     def __get__(self: Self, instance: None, owner: type | None = None) -> Self: ...
@@ -75,7 +80,7 @@ class Wrapped(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
+        return self if instance is None else functools.partial(cast(Any, self), instance)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name, module = getattr(self, "__qualname__", ""), self.__module__

@@ -107,14 +107,14 @@ def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
     """
     if argnums is None:
         return None
-    many = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    numbers = tuple(argnums) if many else (argnums,)
+    is_one = isinstance(argnums, str) or not isinstance(argnums, Sequence)
+    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)  # type: ignore[arg-type]
     if not numbers or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in numbers):
         raise TypeError(
             f"argnums takes the positions of arguments, as jax.grad does: 0 or (0, 1), or None; got {argnums!r}."
         )
-    found = tuple(operator.index(n) for n in numbers)
-    return found if many else found[0]
+    found = tuple(map(operator.index, numbers))
+    return found[0] if is_one else found
 
 
 def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> None:

@@ -85,6 +85,7 @@ def _header(plan: Plan) -> str:
     tiles.append(_tile("regions", str(plan.n_regions), f"{note}; {len(plan.barriers)} barriers"))
     proof = " It is proved optimal in its memory model." if plan.is_optimal else ""
     made = f"jaxsub plan by <code>{escape(plan.planner)}</code>, budget: {escape(str(plan.budget))}.{proof}"
+    made += f" {escape(plan.note)}" if plan.note else ""
     return f'<div class="js-title">{made}</div><div class="js-tiles">{"".join(tiles)}</div>'
 
 
