@@ -19,6 +19,7 @@ from flax.linen.transforms import lift_transform
 from jaxsub import policies
 from jaxsub.api import sublinear as api
 from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.wrapped import P, R, Wrapped
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -112,23 +113,27 @@ def sublinear(loss: Callable[..., Any] | None = None, **options: Any) -> Any:
     return _Sublinear(loss, options)
 
 
-class _Sublinear:
-    """A loss of variables, or of a bound module."""
+class _Sublinear(Wrapped[P, R]):
+    """A loss of variables, or of a bound module; plans and figures are of a loss of variables."""
 
-    def __init__(self, loss: Callable[..., Any], options: dict[str, Any]):
+    def __init__(self, loss: Callable[P, R], options: dict[str, Any]):
         functools.update_wrapper(self, loss)
+        self.fun = loss
         self._plain = api.sublinear(loss, **options)
         self._lifted = lift_transform(self._transform, loss)
         self._options = options
+        self.plan, self.measure = self._plain.plan, self._plain.measure
+        self.frontier, self.explain = self._plain.frontier, self._plain.explain
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def made_of(self) -> tuple[Any, ...]:
+        """What an equal one is made of."""
+        return self.fun, self._options
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the loss."""
         is_bound = bool(args) and isinstance(args[0], nn.Module) and args[0].scope is not None
-        return (self._lifted if is_bound else self._plain)(*args, **kwargs)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The plan for arguments of these shapes, where the loss is a function of variables."""
-        return self._plain.plan(*args, **kwargs)
+        result: R = (self._lifted if is_bound else self._plain)(*args, **kwargs)
+        return result
 
     def __repr__(self) -> str:
         return repr(self._plain)

@@ -18,7 +18,11 @@ from flax import nnx
 
 from jaxsub import policies
 from jaxsub.api import sublinear as api
+from jaxsub.api.explain import Explanation
+from jaxsub.api.frontier import Frontier
 from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.wrapped import P, R, Wrapped
 from jaxsub.step import jit as step
 
 CONTEXT = "jaxsub"
@@ -135,28 +139,45 @@ def sublinear(
     return _Sublinear(loss, wrt, numbers, names, options)
 
 
-class _Sublinear:
+class _Sublinear(Wrapped[P, R]):
     """A loss of modules under a plan."""
 
     def __init__(
-        self, loss: Callable[..., Any], wrt: Any, numbers: Sequence[int], names: Sequence[str], options: dict[str, Any]
+        self, loss: Callable[P, R], wrt: Any, numbers: Sequence[int], names: Sequence[str], options: dict[str, Any]
     ):
         functools.update_wrapper(self, loss)
+        self.fun, self._options = loss, options
         self._planned = api.sublinear(_pure(loss), **options)
         self._how = (wrt, numbers, names)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the loss; what it changes in its modules is written back once."""
-        return _call(self._planned, *self._how, *args, **kwargs)
+        result: R = _call(self._planned, *self._how, *args, **kwargs)
+        return result
 
-    def plan(self, *args: Any, **kwargs: Any) -> Any:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these modules and arrays; the modules are left as they are."""
         with nnx.update_context(CONTEXT):
             return self._planned.plan(*_split(args, kwargs, *self._how))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+        """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it."""
+        with nnx.update_context(CONTEXT):
+            return self._planned.measure(*_split(args, kwargs, *self._how))
+
+    def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
+        """What every budget buys, as `jaxsub.frontier` finds it."""
+        with nnx.update_context(CONTEXT):
+            return self._planned.frontier(*_split(args, kwargs, *self._how))
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Where its memory goes before any plan, as `jaxsub.explain` says it."""
+        with nnx.update_context(CONTEXT):
+            return self._planned.explain(*_split(args, kwargs, *self._how))
+
+    def made_of(self) -> tuple[Any, ...]:
+        """What an equal one is made of."""
+        return self.fun, *self._how, self._options
 
     def __repr__(self) -> str:
         return repr(self._planned)
@@ -208,21 +229,25 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options:
     return Jitted(fun, memory, options)
 
 
-class Jitted:
+class Jitted(Wrapped[P, R]):
     """A compiled step of modules and optimizers; made by `jit`."""
 
-    def __init__(self, fun: Callable[..., Any], memory: Any, options: dict[str, Any]):
+    def __init__(self, fun: Callable[P, R], memory: Any, options: dict[str, Any]):
         functools.update_wrapper(self, fun)
-        self._has_memory = memory is not None
+        self.fun, self._memory, self._options = fun, memory, options
         self._step = step.jit(_step_of_arrays(fun), memory=memory, **options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def made_of(self) -> tuple[Any, ...]:
+        """What an equal one is made of."""
+        return self.fun, self._memory, self._options
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step; what it changes in its arguments is written back."""
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
             pure = self._step(*pure_args, **pure_kwargs)
-            _, out = nnx.from_tree(pure, ctxtag=CONTEXT, is_inner=False)
-            return out
+            result: R = nnx.from_tree(pure, ctxtag=CONTEXT, is_inner=False)[1]
+            return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step of arrays, lowered as `jax.jit` does it: `.compile().memory_analysis()` says what it takes."""
@@ -235,15 +260,11 @@ class Jitted:
 
         Modules and optimizers may be those of `nnx.eval_shape`, which hold shapes in the place of arrays.
         """
-        if not self._has_memory:
+        if self._memory is None:
             raise ValueError('report() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
             return self._step.report(*pure_args, **pure_kwargs)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
 
 
 def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:

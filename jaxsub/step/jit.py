@@ -16,7 +16,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import code_digest, key_of, open_store
 from jaxsub.core.errors import BudgetError
 from jaxsub.core.plan import stored_measurement
+from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.devices.aot import cross_compile, lowered_text
 from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import Target, get_target
@@ -39,11 +40,53 @@ from jaxsub.search.plan_cache import find_plan, put_plan
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing, step_bytes
 
+R_co = TypeVar("R_co", covariant=True)
+AnyMemory = str | float | Budget
+
 JAX_SHARE = 0.75
 """What JAX takes of a GPU's memory unless it is told otherwise (its page "GPU memory allocation")."""
 
 
-def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget | None = None, target: Any = None,
+class Jitted(Protocol[P, R_co]):
+    """What `jax.jit` returns, with the signature of its function."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run the function."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, lowered."""
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, traced."""
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes of the results."""
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled."""
+
+
+@overload
+def jit(fun: Callable[P, R], *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
+        **jit_kwargs: Any) -> Jitted[P, R]: ...  # fmt: skip
+
+
+@overload
+def jit(fun: Callable[P, R], *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
+        **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
+
+
+@overload
+def jit(fun: None = None, *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
+        **jit_kwargs: Any) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...  # fmt: skip
+
+
+@overload
+def jit(fun: None = None, *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
+        **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
+
+
+def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = None, target: Any = None,
         cache: AnyCache = True, progress: bool = True, **jit_kwargs: Any) -> Any:  # fmt: skip
     """`jax.jit` for train steps: one that fits a device's memory, and that the CPU's compiler does not undo.
 
@@ -93,12 +136,11 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: str | float | Budget |
     check_jit_kwargs(jit_kwargs)
     if fun is None:
         return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
-    fun = losing_nothing(fun, "jit")
     if memory is not None:
         return Step(fun, memory, target, cache, progress, jit_kwargs)
     if target is not None:
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
-    return jax.jit(fun, **_with_options(jit_kwargs))
+    return jax.jit(losing_nothing(fun, "jit"), **_with_options(jit_kwargs))
 
 
 def check_jit_kwargs(given: dict[str, Any]) -> None:
@@ -129,7 +171,7 @@ def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
 
 
-class Step:
+class Step(Wrapped[P, R]):
     """A whole step that fits a device; made by `jit(memory=...)`.
 
     Attributes:
@@ -138,7 +180,7 @@ class Step:
         target: What it is planned for; `None` for the device in use.
     """
 
-    def __init__(self, fun: Callable[..., Any], memory: Any, target: Any, cache: AnyCache, progress: bool,
+    def __init__(self, fun: Callable[P, R], memory: Any, target: Any, cache: AnyCache, progress: bool,
                  jit_kwargs: dict[str, Any]):  # fmt: skip
         functools.update_wrapper(self, fun)
         check_jit_kwargs(jit_kwargs)
@@ -146,16 +188,19 @@ class Step:
         self.memory = memory if memory == "device" else Budget.parse(memory)
         self.target = target
         self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
+        self._called = losing_nothing(fun, "jit")
         numbers, names = (jit_kwargs.get(f"static_arg{what}", ()) for what in ("nums", "names"))
         numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
         names = (names,) if isinstance(names, str) else tuple(names or ())
         self._statics = Statics.of(fun, numbers, names)
         self._shardings = jit_kwargs.get("in_shardings")
+        self._locks = Locks()
         self._ready: dict[Any, tuple[Any, StepReport]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
-        return self._prepare(args, kwargs)[0](*args, **kwargs)
+        result: R = self._prepare(args, kwargs)[0](*args, **kwargs)
+        return result
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
         """What the step takes for arguments of these shapes, arrays or `jax.ShapeDtypeStruct`s; nothing is run."""
@@ -171,11 +216,11 @@ class Step:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes of the results; nothing is planned."""
-        return jax.eval_shape(self.fun, *args, **kwargs)
+        return jax.eval_shape(self._called, *args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
+    def made_of(self) -> tuple[Any, ...]:
+        """What an equal one is made of."""
+        return self.fun, self.memory, self.target, self._cache, self._progress, self._jit_kwargs
 
     def __repr__(self) -> str:
         return f"jaxsub.jit({getattr(self.fun, '__qualname__', self.fun)!s}, memory={self.memory!s})"
@@ -187,7 +232,9 @@ class Step:
         types = tuple(_placed_type(leaf)[: 1 if are_told else 2] for leaf in leaves)
         key = (statics, tree, types, compat.trace_context())
         if key not in self._ready:
-            self._ready[key] = self._size(args, kwargs)
+            with self._locks(key):
+                if key not in self._ready:  # no other thread has sized it meanwhile
+                    self._ready[key] = self._size(args, kwargs)
         return self._ready[key]
 
     def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
@@ -236,7 +283,7 @@ class Step:
         return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
 
     def _jitted(self, trial: Trial, *, is_here: bool = True) -> Any:
-        run = functools.wraps(self.fun)(call_sites.tried(self.fun, trial))
+        run = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
         return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:

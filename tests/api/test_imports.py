@@ -1,0 +1,73 @@
+"""What `import jaxsub` loads, and what is said where an optional package is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+LATER = "scipy tqdm click platformdirs matplotlib flax equinox optax treescope jinja2".split()
+"""What is loaded where it is used, not by `import jaxsub`."""
+
+BLOCKED = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+import jax, jax.numpy as jnp, jaxsub
+loss = lambda w, x: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()
+w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+{code}
+"""
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_what_import_jaxsub_leaves_for_later():
+    """Importing jaxsub loads none of the packages that only some uses need, beyond what JAX loads itself."""
+    found = run(
+        f"import sys, jax; before = set(sys.modules); import jaxsub; print([n for n in {LATER} if n in sys.modules and "
+        "n not in before])"
+    )
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr
+
+
+def test_import_jaxsub_is_quick():
+    """What jaxsub adds to `import jax`, its own modules and all they bring, takes at most .3 s of processor time."""
+    code = (
+        "import jax, time; start = time.process_time(); import jaxsub; print(time.process_time() - start)"
+    )
+    assert min(float(run(code).stdout) for _ in range(3)) <= 0.3
+
+
+MISSING = {
+    "Flax": ("flax", "jaxsub.flax", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
+    "Flax, its part": ("flax", "import jaxsub.flax.nnx", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
+    "matplotlib": ("matplotlib", "jaxsub.plan(loss, w, x, verify=False).plot()", 'pip install "jaxsub[plot]"'),
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_missing_package_is_named_with_its_extra(kind):
+    """Without an optional package the error says which it is, and the extra that brings it."""
+    package, code, words = MISSING[kind]
+    found = run(BLOCKED.format(blocked={package}, code=code))
+    assert found.returncode == 1
+    last = found.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: "), found.stderr
+    assert words in last
+
+
+def test_jaxsub_works_without_any_optional_package():
+    """With nothing installed but what jaxsub requires, a loss is planned, called, printed and measured."""
+    code = (
+        "f = jaxsub.sublinear(loss, cache=False)\njax.grad(f)(w, x)\nprint(f.plan(w, x), jaxsub.measure(loss, w, x))\n"
+        "jaxsub.explain(loss, w, x)\nassert 'flax' not in sys.modules"
+    )
+    blocked = {"flax", "equinox", "matplotlib", "optax", "treescope", "IPython"}
+    found = run(BLOCKED.format(blocked=blocked, code=code))
+    assert found.returncode == 0, found.stderr
+    assert "jaxsub plan by" in found.stdout
