@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import diskcache
-import platformdirs
 
 SCHEMA = 2  # raise it when the meaning of a stored figure changes
 SIZE_LIMIT_BYTES = 64 * 2**20  # some 100,000 figures; the least recently stored go first
@@ -81,6 +80,8 @@ def open_store(cache: bool | str | os.PathLike[str] | Store = True) -> Store:
 
 def default_directory() -> Path:
     """The user's cache directory for jaxsub, by the operating system's custom; it need not exist."""
+    import platformdirs  # noqa: PLC0415 - not needed to import jaxsub
+
     return Path(platformdirs.user_cache_dir("jaxsub", appauthor=False))
 
 

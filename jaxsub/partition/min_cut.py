@@ -25,8 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxsub.core.graph import Graph
 from jaxsub.jaxpr import compat
@@ -333,6 +331,9 @@ class _Cut:
 
     def solve(self, price: float) -> Choice:
         """The cheapest choice when a FLOP costs `price` bytes."""
+        from scipy.sparse import csr_array  # noqa: PLC0415 - as long to import as all of jaxsub
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # noqa: PLC0415 - likewise
+
         n_eqns = len(self.flops)
         costs = np.concatenate([self.capacities.astype(float), price * self.flops])
         finite = np.where(costs < 0, 0.0, costs)

@@ -29,16 +29,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
 
 from jaxsub.core.chain import Chain, Option
 from jaxsub.core.simulate import may_nest
 
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
+
 Term = tuple[int, float]
 Key = tuple[int, ...]
+Row = tuple[list[Term], float, float]
+"""Variables with their factors, and between what their sum lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Schedules:
     modes: tuple[Mode, ...] = field(init=False)
     room: float = field(init=False, default=1.0)
     at: dict[tuple[str, Key], int] = field(init=False, default_factory=dict)
-    _rows: list[tuple[list[Term], float, float]] = field(init=False, default_factory=list)
+    _rows: list[Row] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.modes = modes_of(self.chain)
@@ -166,14 +170,13 @@ class Schedules:
         """
         cost = np.array([self._flops(*key) for key in self.at]) / self.unit_flops
         priced = [(int(v), float(cost[v])) for v in np.flatnonzero(cost)]
-        rows = _matrix([*self._rows, (priced, -np.inf, most / self.unit_flops)], len(cost))
+        rows = [*self._rows, (priced, -np.inf, most / self.unit_flops)]
         whole = np.array([kind in WHOLE and not is_relaxed for kind, _ in self.at], dtype=np.int64)
         options: dict[str, float] = {"mip_rel_gap": GAP}
         if seconds is not None:
             options["time_limit"] = max(seconds, WAIT_SECONDS)
         bounds = self._bounds()
-        result = _interruptible(lambda: milp(cost, integrality=whole, bounds=bounds, constraints=rows, options=options))
-        return self._read(result)
+        return self._read(_interruptible(lambda: _solved(cost, whole, bounds, rows, options)))
 
     def _flops(self, kind: str, key: Key) -> float:
         return {"R": lambda: self.chain.stages[key[1]].forward_flops, "Z": lambda: self.modes[key[0]].flops}.get(
@@ -223,7 +226,7 @@ class Schedules:
         scale = 1.0 / self.budget_bytes
         self._at_most([(v, a * scale) for v, a in terms], self.room - around * scale)
 
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> np.ndarray:
         """0 and 1, or 0 alone for what could not fit the budget whatever else is held."""
         most = np.ones(len(self.at))
         for (kind, key), v in self.at.items():
@@ -237,7 +240,7 @@ class Schedules:
             else:
                 continue
             most[v] = needed <= self.budget_bytes
-        return Bounds(0, most)
+        return most
 
     def _hosted_bytes(self, stage: int) -> int:
         """The most that outputs can host of what stages before `stage` make: in each place the largest value it takes.
@@ -379,10 +382,15 @@ def _interruptible(call: Callable[[], OptimizeResult]) -> OptimizeResult:
     return found[0]
 
 
-def _matrix(rows: Sequence[tuple[list[Term], float, float]], n: int) -> LinearConstraint:
+def _solved(cost: np.ndarray, whole: np.ndarray, most: np.ndarray, rows: Sequence[Row], options: Any) -> OptimizeResult:
+    """Ask HiGHS; scipy takes as long to import as all of jaxsub, and few plans need it."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
+    from scipy.sparse import csr_array  # noqa: PLC0415
+
     columns = np.fromiter((v for terms, _, _ in rows for v, _ in terms), dtype=np.int64)
     values = np.fromiter((a for terms, _, _ in rows for _, a in terms), dtype=np.float64)
     ends = np.cumsum([0] + [len(terms) for terms, _, _ in rows])
-    matrix = csr_array((values, columns, ends), shape=(len(rows), n))
+    matrix = csr_array((values, columns, ends), shape=(len(rows), len(cost)))
     matrix.sum_duplicates()
-    return LinearConstraint(matrix, np.array([r[1] for r in rows]), np.array([r[2] for r in rows]))
+    within = LinearConstraint(matrix, np.array([r[1] for r in rows]), np.array([r[2] for r in rows]))
+    return milp(cost, integrality=whole, bounds=Bounds(0, most), constraints=within, options=options)

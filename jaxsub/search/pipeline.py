@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import JaxsubError, UnsupportedError
@@ -237,6 +235,8 @@ class Progress:
     """Show what is being compiled while planning takes long; on the terminal, never in the result."""
 
     def __init__(self, is_shown: bool):
+        from tqdm import tqdm  # noqa: PLC0415 - not needed to import jaxsub
+
         self.bar = tqdm(desc="jaxsub: planning", unit=" compiles", delay=PROGRESS_DELAY_SECONDS, leave=False,
                         disable=not is_shown)  # fmt: skip
 
