@@ -14,7 +14,7 @@ import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
-core: __init__ errors wrapped budget graph decisions chain output_reuse simulate timeline disk_cache plan
+core: __init__ errors wrapped budget graph decisions codec chain output_reuse simulate timeline folder disk_cache plan
 allocator: gradient allocation __init__
 planners: memo cheap milp_model milp_nested quantize dp_tables output_reuse_search select baselines chen recursive
     revolve split_regions optimal auto milp __init__
@@ -24,7 +24,7 @@ partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload regions scan_rotation scan_unrolling scans emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion shared_weights probes
     probe_compiles split_k fusion live_ranges cond_options dead_inputs roofline scan_options loop_costs chain_builder
-search: __init__ candidates name_overrides verify budget_search plan_cache pipeline call_sites
+search: __init__ belonging candidates name_overrides verify budget_search plan_cache pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ sizing report jit max_batch
 policies: kinds names remat3 wrap __init__

@@ -109,11 +109,12 @@ def compiled_bytes(program: Program, plan: Plan, target: Target, store: Store) -
     """What the compiler allocates for a plan's gradient, and the most of it that is in use at one time."""
     key = key_of("occupied", code_digest(), target.name, target.spec or "", program.fingerprint,
                  repr((plan.segments, plan.barriers, plan.loops)))  # fmt: skip
-    if (known := store.get(key)) is None:
+    known: tuple[int, int] | None = store.get(key, tuple[int, int])
+    if known is None:
         compile_plan = _present if target.is_present else _absent
         known = compile_plan(*gradient(program, emit(program, plan)), target)
         store.put(key, known)
-    return known[0], known[1]
+    return known
 
 
 def _present(fun: Callable[..., Any], args: Any, target: Target) -> tuple[int, int]:

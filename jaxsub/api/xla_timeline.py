@@ -23,6 +23,7 @@ from jaxsub.devices.compile import compile_for
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.arguments import AnyArgnums, trace_call
+from jaxsub.search.belonging import require_belonging
 from jaxsub.search.verify import gradient
 
 VIEWS = frozenset(("bitcast", "get-tuple-element", "tuple", "opt-barrier", "while", "conditional", "call"))
@@ -120,7 +121,8 @@ def xla_timeline(fun: Callable[..., Any], *args: Any, plan: Plan | None = None, 
         True
     """
     program = trace_call(fun, args, kwargs, argnums)
-    followed = plan if plan is not None else Plan(program.fingerprint, Budget(), len(program.eqns))
+    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
+    followed = require_belonging(program, plan) if plan is not None else empty
     return read_timeline(compile_for(*gradient(program, emit(program, followed)), get_target(None)))
 
 

@@ -79,6 +79,15 @@ class Budget:
             return cls(fraction=_fraction(float(budget), budget))
         raise BudgetError(f"Cannot read the budget {budget!r} of type {type(budget).__name__}. {FORMS}")
 
+    def faults(self) -> list[str]:
+        """What `parse` never makes, by field."""
+        found = []
+        if self.n_bytes is not None and (self.n_bytes < 1 or self.fraction is not None):
+            found.append(f"n_bytes: {self.n_bytes} is not positive, or a fraction is given too")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            found.append(f"fraction: {self.fraction} is not in (0, 1]")
+        return found
+
     def __str__(self) -> str:
         if self.n_bytes is not None:
             return format_bytes(self.n_bytes)

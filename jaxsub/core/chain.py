@@ -18,7 +18,7 @@ stages share, the sum of gradients stands in its output's place; each new contri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -198,6 +198,15 @@ class Prediction:
     seconds_origin: str = ""
     minimises: str = "flops"
     untimed: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+    def faults(self, n_nodes: int) -> Iterator[str]:
+        """What no replay predicts of a program of so many nodes, by field."""
+        for name in ("temp_bytes", "extra_flops", "forward_flops", "peak_at", "extra_seconds", "step_seconds"):
+            if ((figure := getattr(self, name)) or 0) < 0:
+                yield f"{name}: {figure} is below zero"
+        for start, stop, _ in self.untimed:
+            if not 0 <= start < stop <= n_nodes:
+                yield f"untimed: {start}:{stop} is no run of the {n_nodes} nodes"
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ a branch, is an `Inside`: its segments, its gradient barriers, and how its own l
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,15 @@ class Conditional:
     branches: tuple[Inside, ...]
 
 
-Way = Loop | Conditional
+if TYPE_CHECKING:
+    Way = Loop | Conditional
+else:  # a class, not a union: of unions of dataclasses `msgspec` cannot tell which is meant (`jaxsub.core.codec` does)
+
+    class Way(ABC):  # noqa: B024 - only named
+        """How an equation that holds programs runs: a `Loop` or a `Conditional`."""
+
+    Way.register(Loop)
+    Way.register(Conditional)
 
 
 def walk(segments: Sequence[Segment]) -> Iterator[Segment]:

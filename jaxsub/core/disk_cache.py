@@ -1,12 +1,18 @@
-"""A disk cache of figures: key in, JSON value out; what was measured once is not compiled again.
+"""A disk cache of figures: key in, value out; what was measured once is not compiled again.
 
-In goes a key made by `key_of` (a digest of what was measured, where, and by which versions) and a small value that
-JSON can hold; out comes the value, or `None`. The library `diskcache` (SQLite) keeps the entries, so that any number
-of threads and processes may share them. Text is all that is ever read: nothing is unpickled.
+In goes a key made by `key_of` (a digest of what was measured, where, and by which versions) and a value of figures, a
+measurement or a plan; out comes the value, of the type that is asked for, or `None`. Each value is a file of JSON in a
+folder of the user's (`jaxsub.core.folder`), beside its key and a digest of both.
 
-A cache may always be lost: a file that cannot be read, or was written by something else, is ignored with a warning and
-a new one is begun beside it (to remove a database that another process has open would ruin both). Where a directory
-cannot be written, values are kept in memory only.
+**Why files.** A database was kept here before (`diskcache`, SQLite). Its rows name files that it removes, its settings
+are read from itself, entries are compressed, and a writer locks all others out: much to be checked in what may be
+anybody's, and much that can stand still. A file is opened without following links, is read whole or not at all, has a
+limited size, and is compared with its digest and then with the declared type (`jaxsub.core.codec`) before anything of it is
+used. Damaged, foreign or of another version, it is as good as nothing there. The digest finds damage; it does not
+find forgery: nobody but the user may write the folder.
+
+A cache may always be lost. Where a directory cannot be used, values are kept in memory only, and a warning says why;
+one that can only be read is read. Waiting for a slow drive takes a second in all, then memory must do.
 """
 
 from __future__ import annotations
@@ -16,22 +22,27 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import sqlite3
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import diskcache
+import msgspec
 
-SCHEMA = 2  # raise it when the meaning of a stored figure changes
-SIZE_LIMIT_BYTES = 64 * 2**20  # some 100,000 figures; the least recently stored go first
-TIMEOUT_SECONDS = 10.0  # how long to wait for another process's write
-MAX_FILES = 16  # how many unreadable files to pass over before keeping values in memory
-MARK = "unreadable"
+from jaxsub.core import codec
+from jaxsub.core.folder import Folder
+
+SCHEMA = 3  # raise it when the meaning of a stored figure changes
+PATIENCE_SECONDS = 1.0
+"""How long a process waits for a slow directory, in all."""
+
+QUICK_SECONDS = 0.05
+"""An answer within this is no wait: it spares a compile that takes longer. It gives back as much patience."""
+
 T = TypeVar("T")
 
 
@@ -85,147 +96,141 @@ def default_directory() -> Path:
     return Path(platformdirs.user_cache_dir("jaxsub", appauthor=False))
 
 
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file holds: a value as text, what it belongs to, and a digest of both."""
+
+    schema: int
+    key: str
+    digest: str
+    value: msgspec.Raw
+
+
+@dataclass(slots=True)
+class _Disk:
+    """One directory, for all stores of this process, and how long may still be waited for it."""
+
+    folder: Folder
+    patience_seconds: float = PATIENCE_SECONDS
+
+
+@functools.cache
+def _disk(directory: Path) -> _Disk:
+    return _Disk(Folder(directory, f"figures-{SCHEMA}"))
+
+
+@dataclass(slots=True, eq=False)
 class Store:
-    """Figures by key, on disk and in memory.
+    """Values by key, on disk and in memory.
 
     Attributes:
-        directory: Where they are kept; `None` for in memory only.
+        directory: Where they are kept, the user's home written as `~` perhaps; `None` for in memory only.
 
     Example:
         >>> store = Store(None)
         >>> store.put("key", {"temp_bytes": 4096})
-        >>> store.get("key")
+        >>> store.get("key", dict[str, int])
         {'temp_bytes': 4096}
-        >>> store.get("another") is None
+        >>> store.get("key", list) is store.get("another", int) is None
         True
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None):
-        self.directory = None if directory is None else Path(directory)
-        self._texts: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._cache: diskcache.Cache | None = None
-        self._is_off = directory is None
+    directory: Path | None = None
+    _texts: dict[str, str | bytes] = field(init=False, repr=False, default_factory=dict)
+    _is_read: bool = field(init=False, repr=False, default=True)
+    _is_written: bool = field(init=False, repr=False, default=True)
 
-    def get(self, key: str) -> Any:
-        """Return the value stored under a key, or `None`; an entry that is no JSON is a warning and `None`."""
+    def __post_init__(self) -> None:
+        if self.directory is None:
+            self._is_read = self._is_written = False
+            return
+        if "\0" in os.fspath(self.directory):
+            raise ValueError(f"cache={os.fspath(self.directory)!r} is no path of a directory")
+        self.directory = Path(self.directory).expanduser()
+
+    def get(self, key: str, kind: Any) -> Any:
+        """Return the value stored under a key.
+
+        Args:
+            key: The key.
+            kind: The value's type, such as `int`, `tuple[float, float]` or a dataclass.
+
+        Returns:
+            The value; `None` where there is none, or none of this type.
+        """
         text = self._texts.get(key)
-        if text is None:
-            text = self._on_disk(lambda cache: cache.get(key))
+        if text is None and self._is_read:
+            data = self._on_disk(lambda folder: folder.read(_digest(key)))
+            text = None if data is None else _opened(data, key)
         if text is None:
             return None
         try:
-            value = json.loads(text)
-        except ValueError as error:
-            warnings.warn(f"an entry of jaxsub's cache in {self.directory} is ignored: {error}", stacklevel=2)
+            value = codec.read(text, kind)
+        except ValueError:
             return None
         self._texts[key] = text
         return value
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value that JSON can hold; tuples come back as lists.
+        """Store a value that JSON can hold.
 
         Raises:
             TypeError: If JSON cannot hold it.
             ValueError: If it holds a number that is not finite.
         """
-        text = json.dumps(value, allow_nan=False)
+        text = codec.write(value)
         self._texts[key] = text
-        self._on_disk(lambda cache: cache.set(key, text))
+        if self._is_written:
+            data = msgspec.json.encode(_Entry(SCHEMA, key, _digest(key, text.encode()), msgspec.Raw(text.encode())))
+            self._on_disk(lambda folder: folder.write(_digest(key), data), is_read=False)
 
-    def close(self) -> None:
-        """Close the file; the store can be used again."""
-        with self._lock:
-            if self._cache is not None:
-                self._cache.close()
-                self._cache = None
+    def _on_disk(self, act: Callable[[Folder], T], *, is_read: bool = True) -> T | None:
+        """Do something with the folder, in a thread that may be left waiting; do without where that fails."""
+        assert self.directory is not None
+        disk, start, future = _disk(self.directory), time.monotonic(), Future[T]()
 
-    def _on_disk(self, act: Callable[[diskcache.Cache], T]) -> T | None:
-        """Do something with the file; go on to a new one where it cannot be read, and without where none can."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not self._is_off:
-            place = None
+        def work() -> None:
             try:
-                place = self._place()
-                return act(self._open(place))
-            except diskcache.Timeout:  # another process has been writing all the while
-                return None
-            except (sqlite3.Error, OSError, TypeError) as error:
-                if not _is_busy(error):
-                    self._give_up(place, error)
-                elif time.monotonic() > deadline:
-                    return None
-                else:  # opening, unlike reading and writing, does not wait by itself
-                    time.sleep(0.01)
+                future.set_result(act(disk.folder))
+            except OSError as error:
+                future.set_exception(error)
+
+        try:
+            if disk.patience_seconds <= 0:
+                raise TimeoutError
+            threading.Thread(target=work, daemon=True, name="jaxsub's cache").start()
+            return future.result(disk.patience_seconds)
+        except TimeoutError:
+            self._is_read = self._is_written = False
+            self._warn(f"does not answer within {PATIENCE_SECONDS:.0f} s")
+        except OSError as error:
+            self._is_read, self._is_written = self._is_read and not is_read, False
+            self._warn(f"cannot be {'read' if is_read else 'written'}: {error}")
+        finally:
+            waited = time.monotonic() - start
+            if waited > QUICK_SECONDS:
+                disk.patience_seconds -= waited
+            elif disk.patience_seconds > 0:
+                disk.patience_seconds = min(PATIENCE_SECONDS, disk.patience_seconds + QUICK_SECONDS)
         return None
 
-    def _place(self) -> Path:
-        """The first place whose file nobody has marked as unreadable."""
-        assert self.directory is not None
-        places = [self.directory / f"figures-{SCHEMA}-{number}" for number in range(MAX_FILES)]
-        for place in places:
-            if not (place / MARK).exists():
-                return place
-        raise FileNotFoundError(f"{MAX_FILES} files in it were unreadable")
-
-    def _open(self, place: Path) -> diskcache.Cache:
-        with self._lock:
-            if self._cache is None or self._cache.directory != str(place):
-                if self._cache is not None:
-                    self._cache.close()
-                # No write-ahead log and no memory map: they fail on network drives, where homes often are.
-                self._cache = diskcache.Cache(
-                    str(place), timeout=TIMEOUT_SECONDS, disk=TextDisk, size_limit=SIZE_LIMIT_BYTES,
-                    sqlite_journal_mode="delete", sqlite_mmap_size=0, sqlite_synchronous=0,
-                )  # fmt: skip
-                weakref.finalize(self, self._cache.close)  # Python 3.13 warns of connections that nobody closes
-            return self._cache
-
-    def _give_up(self, place: Path | None, error: Exception) -> None:
-        """Mark a file that is damaged or not ours; where it is the directory that fails, do without one."""
-        with self._lock:
-            if self._is_off or (place is not None and (place / MARK).exists()):
-                return  # another thread or process has seen to it
-            try:
-                if place is None or not _is_unreadable(error):
-                    raise error
-                (place / MARK).touch()
-            except (sqlite3.Error, OSError) as failure:
-                self._is_off = True
-                says = f"jaxsub's cache in {self.directory} cannot be used, figures are kept in memory only: {failure}"
-            else:
-                says = f"jaxsub's cache file in {place} cannot be read and is ignored, a new one is begun: {error}"
-        warnings.warn(says, stacklevel=4)
+    def _warn(self, fault: str) -> None:
+        warnings.warn(f"jaxsub's cache in {self.directory} {fault}. New figures are kept in memory only.", stacklevel=4)
 
 
-class TextDisk(diskcache.Disk):
-    """Keeps text and reads text, inside the database, never a pickle: the file may be anybody's."""
-
-    def put(self, key: str) -> tuple[str, bool]:
-        """Take a key as it is."""
-        return key, True
-
-    def get(self, key: Any, raw: bool) -> Any:
-        """Give a key as it is."""
-        return key if raw else None
-
-    def store(self, value: str, read: bool, key: Any = None) -> tuple[int, int, None, str]:
-        """Take a value as it is."""
-        return len(value), diskcache.core.MODE_RAW, None, value
-
-    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> str:
-        """Give a value if it is text; anything else is as good as an entry that is no JSON."""
-        return value if mode == diskcache.core.MODE_RAW and isinstance(value, str) else "not text"
+def _digest(key: str, value: bytes = b"") -> str:
+    """What a file is named by, and what its value is compared with."""
+    return hashlib.blake2b(value, key=hashlib.blake2b(key.encode()).digest(), digest_size=32).hexdigest()
 
 
-def _is_unreadable(error: Exception) -> bool:
-    """Whether the file is damaged or another program's, rather than out of reach."""
-    name = getattr(error, "sqlite_errorname", "")
-    return isinstance(error, TypeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR"))
-
-
-def _is_busy(error: Exception) -> bool:
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+def _opened(data: bytes, key: str) -> bytes | None:
+    """The text of the value in a file; `None` where the file is none of ours, damaged, or of another key."""
+    try:
+        entry = msgspec.json.decode(data, type=_Entry)
+    except (ValueError, RecursionError):
+        return None
+    text = bytes(entry.value)
+    is_ours = entry.schema == SCHEMA and entry.key == key and entry.digest == _digest(key, text)
+    return text if is_ours else None
 
 
 @functools.cache

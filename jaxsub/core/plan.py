@@ -10,14 +10,13 @@ with m(v) = 0, and in its backward pass nothing asks for its result.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
-from types import UnionType
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast
 
+from jaxsub.core import codec
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.decisions import Segment, Way, walk
@@ -27,6 +26,10 @@ from jaxsub.core.simulate import check_runs, predict
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
 SCHEMA = 1
+MOST_NODES = 2**24
+"""Larger programs are not traced in an hour: a plan that says so is damaged."""
+MOST_FAULTS = 8
+"""How many faults of a plan are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +66,18 @@ class Measurement:
             f"({self.target}, compiled in {self.compile_seconds:.1f} s)"
         )
 
+    def faults(self) -> list[str]:
+        """Figures that no compiler reports, each by its field.
 
-def stored_measurement(found: Any) -> Measurement | None:
-    """A measurement from what a store holds; `None` where that is none.
-
-    Example:
-        >>> from dataclasses import asdict
-        >>> measured = Measurement(8, 4, 4, 0, None, 0.5, "cpu")
-        >>> stored_measurement(asdict(measured)) == measured
-        True
-        >>> stored_measurement({"temp_bytes": 8}) is None
-        True
-    """
-    if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measurement)}:
-        return None
-    return Measurement(**found)
+        Example:
+            >>> Measurement(8, 4, 4, 5, None, 0.5, "cpu").faults()
+            ['alias_bytes: 5 is more than the outputs, 4']
+        """
+        figures = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "target"}
+        found = [f"{name}: {figure} is below zero" for name, figure in figures.items() if (figure or 0) < 0]
+        if self.alias_bytes > self.output_bytes:
+            found.append(f"alias_bytes: {self.alias_bytes} is more than the outputs, {self.output_bytes}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Plan:
     note: str = ""
 
     def __post_init__(self) -> None:
-        faults = list(_segment_faults(self.segments, 0, self.n_nodes))
+        faults = list(islice(segment_faults(self.segments, 0, self.n_nodes), MOST_FAULTS))
         if list(self.barriers) != sorted(set(self.barriers)):
             faults.append("the barriers are not in order")
         if outside := [b for b in self.barriers if not 0 <= b < self.n_nodes]:
@@ -235,21 +235,40 @@ class Plan:
             return None
         return (self.prediction.extra_flops - self.lower_bound) / max(self.prediction.forward_flops, 1.0)
 
+    def faults(self) -> list[str]:
+        """What no plan says of itself that was made and not changed: figures that cannot be, each by its field."""
+        measured = {"measurement": self.measurement, "plain_measurement": self.plain_measurement}
+        replayed = {"prediction": self.prediction, "plain_prediction": self.plain_prediction,
+                    "timeline": self.timeline, "plain_timeline": self.plain_timeline}  # fmt: skip
+        found = [f"budget.{fault}" for fault in self.budget.faults()]
+        found += [f"{name}.{fault}" for name, said in measured.items() if said is not None for fault in said.faults()]
+        found += [f"{name}.{fault}" for name, said in replayed.items() if said is not None
+                  for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip
+        if not 0 <= self.n_nodes <= MOST_NODES:
+            found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
+        if len(self.equations) not in (0, 4 * self.n_nodes):
+            found.append(f"equations: {len(self.equations)} digits, not {4 * self.n_nodes}")
+        found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
+        return found[:MOST_FAULTS]
+
     def to_json(self) -> str:
         """Serialise as JSON text."""
-        return json.dumps({"jaxsub_plan": SCHEMA, **asdict(self)}, indent=1)
+        return codec.write(self, indent=1, jaxsub_plan=SCHEMA)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Load what `to_json` wrote.
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Load what `to_json` wrote; all of it is checked but whether it fits a function, which its use does.
 
         Raises:
-            ValueError: If the text is no plan, or one of another version.
+            ValueError: If the text is no plan, or one of another version; it names the field that is wrong.
         """
-        data = json.loads(text)
+        data = codec.parse(text)
         if not isinstance(data, dict) or data.pop("jaxsub_plan", None) != SCHEMA:
             raise ValueError(f"this is no jaxsub plan of version {SCHEMA}; make it anew with jaxsub.plan")
-        return cast(Plan, _read(cls, data))
+        plan = cast(Plan, codec.convert(data, cls))
+        if faults := plan.faults():
+            raise ValueError(f"these fields of the plan cannot be, make it anew with jaxsub.plan: {'; '.join(faults)}")
+        return plan
 
     def save(self, path: str) -> None:
         """Write the plan to a file, as JSON."""
@@ -257,8 +276,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str) -> Plan:
-        """Read a plan that `save` wrote."""
-        return cls.from_json(Path(path).read_text("utf-8"))
+        """Read a plan that `save` wrote; of a file that is none, a `ValueError` names the field that is wrong."""
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def replace(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""
@@ -340,12 +362,13 @@ def plan_from_runs(
     )
 
 
-def _segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:
+def segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:
+    """What keeps segments from being disjoint runs of the nodes `start .. stop - 1`, in order, nested likewise."""
     at = start
     for segment in segments:
         if not at <= segment.start < segment.stop <= stop:
             yield f"segment {segment.start}:{segment.stop} does not fit in {at}:{stop}"
-        yield from _segment_faults(segment.children, segment.start, segment.stop)
+        yield from segment_faults(segment.children, segment.start, segment.stop)
         at = segment.stop
 
 
@@ -395,21 +418,3 @@ def _barriers(runs: Sequence[Run]) -> Iterator[int]:
             yield from _barriers(run.children)
         else:
             yield from range(run.start, run.stop)
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _read(kind: Any, data: Any) -> Any:
-    """Make a value of a type from what `asdict` and JSON made of it."""
-    if isinstance(kind, UnionType) and isinstance(data, dict):
-        fitting = [k for k in get_args(kind) if is_dataclass(k) and set(_hints(cast(type, k))) == set(data)]
-        kind = fitting[0] if fitting else kind
-    if is_dataclass(kind):
-        hints = _hints(cast(type, kind))
-        return kind(**{name: _read(hints[name], entry) for name, entry in data.items()})  # type: ignore[operator]
-    if isinstance(data, list):
-        return tuple(_read(get_args(kind)[0], entry) for entry in data)
-    return _read(get_args(kind)[0], data) if isinstance(data, dict) else data

@@ -11,7 +11,7 @@ pass are one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -26,6 +26,10 @@ BACKWARD_FORWARDS = 2.0
 
 NAMED_VALUES = 2
 """How many of the values that are stored together are named; the others are counted."""
+
+
+PHASES = ("forward", "again", "backward")
+KINDS = ("crossing", "saved", "kept", "moved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,25 @@ class StageTimeline:
         turn = next((i for i, s in enumerate(self.steps) if s.phase == "backward"), len(self.steps))
         inside = (p for p in self.pieces if start <= p.first_stage and p.stop_stage <= stop)
         return sum(p.n_bytes for p in inside if p.start <= turn < p.stop or p.stop == turn)
+
+    def faults(self, n_nodes: int) -> Iterator[str]:
+        """What no replay of a program of so many nodes gives, by field: what is not there, unknown phases and kinds."""
+        n_steps, n_stages = len(self.steps), len(self.stage_nodes) - 1
+        nodes = (-1, *self.stage_nodes)
+        if n_stages < 0 or nodes[-1] != n_nodes or any(a >= b for a, b in pairwise(nodes)):
+            yield f"stage_nodes: not in order, or not up to {n_nodes}"
+        if len(self.stage_labels) not in (0, n_stages):
+            yield f"stage_labels: {len(self.stage_labels)} for {n_stages} stages"
+        if self.forward_flops < 0 or any(step.flops < 0 for step in self.steps):
+            yield "forward_flops, steps: less than no FLOPs"
+        steps = [(i, i, s.start, s.stop, s.phase in PHASES) for i, s in enumerate(self.steps)]
+        pieces = [(p.start, p.stop, p.first_stage, p.stop_stage, p.kind in KINDS) for p in self.pieces]
+        spans = [(s.start, s.stop, s.first_stage, s.stop_stage, s.phase in PHASES and 0 <= s.depth < len(self.spans))
+                 for s in self.spans]  # fmt: skip
+        for name, found in (("steps", steps), ("pieces", pieces), ("spans", spans)):
+            for start, stop, first, last, is_known in found:
+                if not (is_known and 0 <= start <= stop <= n_steps and 0 <= first < last <= n_stages):
+                    yield f"{name}: none can be at steps {start}:{stop} and stages {first}:{last}, or of that kind"
 
 
 def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
@@ -295,7 +318,7 @@ def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
         if key not in known:
             made = graph.made_by(nodes[piece.first_stage], nodes[piece.stop_stage])
             stop = nodes[piece.stop_stage]
-            inside = [made.start + v for v in piece.values if v < len(made)]
+            inside = [made.start + v for v in piece.values if -made.start <= v < len(made)]
             values = inside or [v for v in made if last[v] >= stop]
             known[key] = _kept_label(graph, nodes, piece) if piece.kind == "kept" else _values_label(graph, values)
         return known[key]

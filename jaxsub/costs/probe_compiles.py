@@ -83,10 +83,10 @@ class Asker:
         return any(is_left for _, is_left in found.values())
 
     def _recall(self, key: Any) -> tuple[int, bool] | None:
-        found = self.store.get(self._text(key)) if self.store is not None else None
-        if self.store is None or not isinstance(found, int):
+        found = self.store.get(self._text(key), int) if self.store is not None else None
+        if self.store is None or found is None or found < 0:
             return None
-        return found, not self.target.is_present and bool(self.store.get(self._text((LEFT, key))))
+        return found, not self.target.is_present and bool(self.store.get(self._text((LEFT, key)), bool))
 
     def _remember(self, key: Any, n_bytes: int, is_left: bool) -> None:
         if self.store is not None:

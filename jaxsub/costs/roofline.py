@@ -113,13 +113,13 @@ class Clock:
     def _profiled(self, kind: Any, run: tuple[int, int]) -> tuple[float, float]:
         require_present(self.target)
         key = key_of("seconds", self.target.name, platform.processor(), str(os.cpu_count()), repr(kind))
-        known = self.store.get(key) if self.store is not None else None
-        if not isinstance(known, list) or len(known) != 2:
+        known: tuple[float, float] | None = self.store.get(key, tuple[float, float]) if self.store is not None else None
+        if known is None or min(known) < 0:
             known = profile(self.program, *run, self.target)
             self.progress("the time of a stage")
             if self.store is not None:
                 self.store.put(key, known)
-        return known[0], known[1]
+        return known
 
 
 def by_seconds(chain: Chain) -> Chain:

@@ -7,6 +7,7 @@ run. This is also safe inside a user's own trace: the function is traced anew on
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -89,12 +90,13 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
         )
     costs = compiled.cost_analysis()
     costs = costs[0] if isinstance(costs, list) and costs else costs
+    flops = float(costs.get("flops", -1.0)) if costs else -1.0  # below zero for what XLA cannot count
     return Measurement(
         temp_bytes=int(memory.temp_size_in_bytes),
         argument_bytes=int(memory.argument_size_in_bytes),
         output_bytes=int(memory.output_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),
-        flops=float(costs["flops"]) if costs and "flops" in costs else None,
+        flops=flops if 0 <= flops < math.inf else None,
         compile_seconds=seconds,
         target=target.name,
         host_temp_bytes=int(getattr(memory, "host_temp_size_in_bytes", 0)),

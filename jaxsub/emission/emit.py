@@ -45,7 +45,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
         >>> [round(float(y), 4) for y in emit(program, plan)(1.0)]
         [0.7456]
     """
-    _check(program, plan)
+    check(program, plan)
     return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)
 
 
@@ -63,7 +63,8 @@ def as_traced(program: Program) -> Callable[..., Any]:
     return call
 
 
-def _check(program: Program, plan: Plan) -> None:
+def check(program: Program, plan: Plan) -> None:
+    """Refuse a plan of another program, or one that this program or this JAX cannot run; raises as `emit` does."""
     if plan.fingerprint != program.fingerprint or plan.n_nodes != len(program.eqns):
         raise PlanMismatchError(
             f"The plan was made for another function: its fingerprint is {plan.fingerprint} "

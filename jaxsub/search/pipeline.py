@@ -28,6 +28,7 @@ from jaxsub.planners import Planner, get
 from jaxsub.planners.memo import Held, solves_all
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
+from jaxsub.search.belonging import require_belonging
 from jaxsub.search.budget_search import fit
 from jaxsub.search.candidates import natural, promising
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
@@ -75,7 +76,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     whoever asks for its gradient.
     """
     if settings.plan is not None:
-        return settings.plan
+        return require_belonging(program, settings.plan)
     if settings.mirror is not None and not isinstance(settings.mirror, Mapping):
         return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
@@ -102,7 +103,8 @@ def _kept(program: Program, settings: Settings) -> Plan:
     key = shelf_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:
         return _planned(program, settings, target, store)
-    plan = find_plan(store, key, program)
+    is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
+    plan = find_plan(store, key, program, target if is_measured else None)
     if plan is None:
         plan = _planned(program, settings, target, store)
         put_plan(store, key, plan)

@@ -3,23 +3,24 @@
 In goes a traced program and what was asked for; out comes the plan that was made for that before, or nothing. The key
 holds the program's fingerprint, the budget, the planner and its settings, the target, the versions of JAX, and a digest
 of this package's own code: what is found is what planning anew would find. A planner of the user's own is asked each
-time: nobody knows what it depends on. Source lines are no part of a fingerprint: labels are made anew. Plans are kept
-as JSON, compressed.
+time: nobody knows what it depends on. Source lines are no part of a fingerprint: labels are made anew.
+
+What is found is checked whole before it is believed: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
+what it does to the program (`jaxsub.search.belonging`), and, where plans are measured, that its measurement keeps to
+its budget.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import zlib
-from typing import Any
-
 from jaxsub.core.disk_cache import Store, code_digest, key_of
+from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
+from jaxsub.emission.emit import check
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
+from jaxsub.search.belonging import plan_faults
 from jaxsub.search.verify import finish
 
 
@@ -34,22 +35,35 @@ def shelf_key(program: Program, planner: Planner, target: Target, asked: str) ->
 
 def put_plan(store: Store, key: str, plan: Plan) -> None:
     """Keep a plan."""
-    store.put(key, base64.b64encode(zlib.compress(plan.to_json().encode())).decode())
+    store.put(key, plan)
 
 
-def find_plan(store: Store, key: str, program: Program) -> Plan | None:
-    """The plan that was kept under a key, its parts named as the program names them now; `None` where there is none."""
-    plan = _read(store.get(key))
-    if plan is None or plan.fingerprint != program.fingerprint or plan.n_nodes != len(program.eqns):
-        return None
-    return finish(program, plan, plan.budget)
+def find_plan(store: Store, key: str, program: Program, measured: Target | None = None) -> Plan | None:
+    """The plan that was kept under a key, its parts named as the program names them now.
 
+    Args:
+        store: Where plans are kept.
+        key: The key.
+        program: The program.
+        measured: The target that the plan has to be measured for, within its budget; `None` where it need not be.
 
-def _read(text: Any) -> Plan | None:
-    """A plan from what a store holds; what is damaged is as good as nothing."""
-    if not isinstance(text, str):
+    Returns:
+        The plan; `None` where there is none, or one that no planner made for this program.
+    """
+    plan: Plan | None = store.get(key, Plan)
+    if plan is None or plan.faults() or (measured is not None and not _keeps_its_budget(plan, measured)):
         return None
     try:
-        return Plan.from_json(zlib.decompress(base64.b64decode(text)).decode())
-    except (binascii.Error, zlib.error, ValueError, TypeError, KeyError):
+        check(program, plan)
+    except (PlanMismatchError, UnsupportedError):
         return None
+    return None if plan_faults(program, plan) else finish(program, plan, plan.budget)
+
+
+def _keeps_its_budget(plan: Plan, target: Target) -> bool:
+    """Whether a plan was measured for a target, and fits the budget it was made for."""
+    found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
+    if found is None or plain is None or found.target != target.name:
+        return False
+    budget_bytes = int(plain.temp_bytes * budget.fraction) if budget.fraction is not None else budget.n_bytes
+    return budget_bytes is None or found.temp_bytes <= budget_bytes

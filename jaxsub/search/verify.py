@@ -7,7 +7,7 @@ words, come out. What was compiled once, in this process or another, is not comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.disk_cache import code_digest, key_of
-from jaxsub.core.plan import Holding, Measurement, Plan, stored_measurement
+from jaxsub.core.disk_cache import Store, code_digest, key_of
+from jaxsub.core.plan import Holding, Measurement, Plan
 from jaxsub.core.timeline import name_pieces, value_label
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
+from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import constrain, placed
@@ -134,7 +135,8 @@ class Verifier:
         )
 
     def _recall(self, shape: Any) -> Measurement | None:
-        return stored_measurement(self.pricer.store.get(self._text(shape)) if self.pricer.store is not None else None)
+        store = self.pricer.store
+        return None if store is None else recalled(store, self._text(shape), self.pricer.target)
 
     def _compile(self, plan: Plan, shape: Any) -> Measurement:
         self.compiles += 1
@@ -144,8 +146,14 @@ class Verifier:
         self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
         found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
         if self.pricer.store is not None:
-            self.pricer.store.put(self._text(shape), asdict(found))
+            self.pricer.store.put(self._text(shape), found)
         return found
+
+
+def recalled(store: Store, key: str, target: Target) -> Measurement | None:
+    """A measurement for a target from a store; `None` where there is none, or one that no compiler reports."""
+    found: Measurement | None = store.get(key, Measurement)
+    return found if found is not None and found.target == target.name and not found.faults() else None
 
 
 def _empty(program: Program) -> Plan:

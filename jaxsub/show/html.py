@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
+from jaxsub.core.timeline import PHASES
 from jaxsub.show.curves import Bar, Curve, Saver, again, bars, curves, region_label, savers
 from jaxsub.show.text import describe_explanation, times
 
@@ -37,7 +38,6 @@ MOST_BARS = 4000
 LABEL_LENGTH = 120
 MOST_ROWS = 8
 OWN = ("its own transients", "cotangents on their way")
-PHASES = ("forward", "again", "backward")
 
 
 def page(plan: Plan) -> str:

@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Protocol, TypeVar, overload
 
 import jax
@@ -25,7 +24,6 @@ from jaxsub.api.sublinear import AnyCache, type_of
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import code_digest, key_of, open_store
 from jaxsub.core.errors import BudgetError
-from jaxsub.core.plan import stored_measurement
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.devices.aot import cross_compile, lowered_text
 from jaxsub.devices.compile import measurement
@@ -37,6 +35,7 @@ from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.pipeline import Progress
 from jaxsub.search.plan_cache import find_plan, put_plan
+from jaxsub.search.verify import recalled
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing, step_bytes
 
@@ -305,12 +304,12 @@ class Step(Wrapped[P, R]):
             digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
             key = key_of("step", target.name, target.spec or "", repr(options), digest)
-            found = stored_measurement(store.get(key))
+            found = recalled(store, key, target)
             if found is None:
                 quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
                 compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
-                store.put(key, asdict(found))
+                store.put(key, found)
         return Attempt(trial, found, jitted, digest)
 
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
