@@ -7,8 +7,8 @@ folder of the user's (`jaxsub.core.folder`), beside its key and a digest of both
 **Why files.** A database was kept here before (`diskcache`, SQLite). Its rows name files that it removes, its settings
 are read from itself, entries are compressed, and a writer locks all others out: much to be checked in what may be
 anybody's, and much that can stand still. A file is opened without following links, is read whole or not at all, has a
-limited size, and is compared with its digest and then with the declared type (`jaxsub.core.codec`) before anything of it is
-used. Damaged, foreign or of another version, it is as good as nothing there. The digest finds damage; it does not
+limited size, and is compared with its digest and then with the declared type (`jaxsub.core.codec`) before anything of
+it is used. Damaged, foreign or of another version, it is as good as nothing there. The digest finds damage; it does not
 find forgery: nobody but the user may write the folder.
 
 A cache may always be lost. Where a directory cannot be used, values are kept in memory only, and a warning says why;

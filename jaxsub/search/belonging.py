@@ -34,7 +34,7 @@ def require_belonging(program: Program, plan: Plan) -> Plan:
         >>> program = trace(lambda x: jnp.sin(jnp.sin(x)), (1.0,), {})
         >>> require_belonging(program, Plan(program.fingerprint, Budget(), 2, (Segment(0, 1, saved=(99,)),)))
         Traceback (most recent call last):
-        jaxsub.core.errors.PlanMismatchError: The plan bears this function's fingerprint and does not fit it: segment ...
+        jaxsub.core.errors.PlanMismatchError: The plan bears this function's fingerprint and does not fit it: ...
     """
     if plan.fingerprint == program.fingerprint and (faults := plan_faults(program, plan)):
         raise PlanMismatchError(

@@ -6,8 +6,8 @@ of this package's own code: what is found is what planning anew would find. A pl
 time: nobody knows what it depends on. Source lines are no part of a fingerprint: labels are made anew.
 
 What is found is checked whole before it is believed: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
-what it does to the program (`jaxsub.search.belonging`), and, where plans are measured, that its measurement keeps to
-its budget.
+what it does to the program (`jaxsub.search.belonging`), and, where plans are measured, that what it does was measured
+as it says and keeps to its budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
-from jaxsub.search.verify import finish
+from jaxsub.search.verify import finish, measured_key, recalled
 
 
 def shelf_key(program: Program, planner: Planner, target: Target, asked: str) -> str | None:
@@ -51,19 +51,21 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
         The plan; `None` where there is none, or one that no planner made for this program.
     """
     plan: Plan | None = store.get(key, Plan)
-    if plan is None or plan.faults() or (measured is not None and not _keeps_its_budget(plan, measured)):
+    if plan is None or plan.faults():
         return None
     try:
         check(program, plan)
     except (PlanMismatchError, UnsupportedError):
         return None
-    return None if plan_faults(program, plan) else finish(program, plan, plan.budget)
+    if plan_faults(program, plan) or (measured is not None and not _keeps_its_budget(store, program, plan, measured)):
+        return None
+    return finish(program, plan, plan.budget)
 
 
-def _keeps_its_budget(plan: Plan, target: Target) -> bool:
-    """Whether a plan was measured for a target, and fits the budget it was made for."""
+def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:
+    """Whether what a plan does was measured for a target, as it says itself, and fits the budget it was made for."""
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
-    if found is None or plain is None or found.target != target.name:
+    if found is None or plain is None or recalled(store, measured_key(program, target, plan), target) != found:
         return False
     budget_bytes = int(plain.temp_bytes * budget.fraction) if budget.fraction is not None else budget.n_bytes
     return budget_bytes is None or found.temp_bytes <= budget_bytes

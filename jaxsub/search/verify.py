@@ -114,31 +114,16 @@ class Verifier:
         """What the compiler allocates for a plan."""
         shape = _shape(plan)
         if shape not in self.known:
-            self.known[shape] = self._recall(shape) or self._compile(plan, shape)
+            store, target = self.pricer.store, self.pricer.target
+            found = recalled(store, measured_key(self.program, target, plan), target) if store is not None else None
+            self.known[shape] = found or self._compile(plan)
         return self.known[shape]
 
     def is_known(self, plan: Plan) -> bool:
         """Whether measuring a plan would compile nothing."""
         return _shape(plan) in self.known
 
-    def _text(self, shape: Any) -> str:
-        target = self.pricer.target
-        return key_of(
-            "plan",
-            code_digest(),  # emission decides what is measured
-            compat.remat_flavour(),
-            target.name,
-            target.spec or "",
-            self.program.fingerprint,
-            repr(shape),
-            *map(repr, self.program.shardings),
-        )
-
-    def _recall(self, shape: Any) -> Measurement | None:
-        store = self.pricer.store
-        return None if store is None else recalled(store, self._text(shape), self.pricer.target)
-
-    def _compile(self, plan: Plan, shape: Any) -> Measurement:
+    def _compile(self, plan: Plan) -> Measurement:
         self.compiles += 1
         empty = self.known.get(_shape(_empty(self.program)))
         seconds = expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
@@ -146,8 +131,15 @@ class Verifier:
         self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
         found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
         if self.pricer.store is not None:
-            self.pricer.store.put(self._text(shape), found)
+            self.pricer.store.put(measured_key(self.program, self.pricer.target, plan), found)
         return found
+
+
+def measured_key(program: Program, target: Target, plan: Plan) -> str:
+    """The key under which a store keeps what a plan was measured to need."""
+    where = compat.remat_flavour(), target.name, target.spec or ""
+    shape = repr(_shape(plan)), *map(repr, program.shardings)
+    return key_of("plan", code_digest(), *where, program.fingerprint, *shape)  # emission decides what is measured
 
 
 def recalled(store: Store, key: str, target: Target) -> Measurement | None:

@@ -2,8 +2,10 @@
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,9 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsub
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Loop, Segment
 from jaxsub.core.disk_cache import Store
 from jaxsub.planners import get
-from jaxsub.search import plan_cache as shelf
 
 WS, X = [jnp.eye(4)] * 12, jnp.ones((256, 4))
 
@@ -86,20 +89,55 @@ def test_a_planner_of_the_users_own_is_asked_each_time(tmp_path):
         assert len(asked) == times
 
 
-def test_what_is_damaged_is_planned_anew(tmp_path, monkeypatch):
-    """An entry that is no plan, or one of another program, is as good as none."""
-    made = planned(verify=False, cache=tmp_path)
+def forged(plan):
+    """What somebody may have put in the place of a plan that was kept, all in the right form."""
+    less = replace(plan.measurement, temp_bytes=8)
     other = jaxsub.plan(loss, WS[:4], X, verify=False, cache=False, progress=False)
-    for wrong in ("no plan", 7, shelf_text(other), shelf_text(made)[:-8]):
-        monkeypatch.setattr(Store, "get", lambda self, key, wrong=wrong: wrong)
-        assert planned(verify=False, cache=tmp_path) == made
+    return {
+        "no plan": "a plan",
+        "a number": 7,
+        "another function's": other,
+        "nothing left of it": plan.replace(segments=(), barriers=(), loops=()),
+        "nothing left of it, plainly": plan.replace(segments=(), barriers=(), loops=(), measurement=less,
+                                                    plain_measurement=less),
+        "half of it": plan.replace(segments=plan.segments[:1]),
+        "measured at less": plan.replace(measurement=less),
+        "measured at more": plan.replace(measurement=replace(less, temp_bytes=2**40)),
+        "not measured": plan.replace(measurement=None),
+        "measured at less than nothing": plan.replace(measurement=replace(less, temp_bytes=-8)),
+        "measured elsewhere": plan.replace(measurement=replace(plan.measurement, target="h100")),
+        "saves what is not there": plan.replace(segments=(Segment(0, 2, (999,)), *plan.segments[1:])),
+        "a step that is not there": plan.replace(timeline=replace(plan.timeline, pieces=(replace(
+            plan.timeline.pieces[0], stop=10**6), *plan.timeline.pieces[1:]))),
+        "a loop where none is": plan.replace(loops=(Loop(1, blocks=(2,)),)),
+        "a budget of nothing": plan.replace(budget=Budget(n_bytes=0)),
+    }  # fmt: skip
 
 
-def shelf_text(plan):
-    """What is kept of a plan."""
-    store = Store(None)
-    shelf.put_plan(store, "key", plan)
-    return store.get("key")
+FORGERIES = 15
+
+
+@pytest.mark.parametrize("number", range(FORGERIES))
+def test_what_is_damaged_is_planned_anew(tmp_path, number, kept):
+    """An entry that is no plan, one of another program, or one that says what was not measured is as good as none."""
+    made, key, directory = kept
+    wrongs = forged(made)
+    assert len(wrongs) == FORGERIES
+    shutil.copytree(directory, tmp_path / "cache")
+    Store(tmp_path / "cache").put(key, list(wrongs.values())[number])
+    assert planned(budget=0.8, cache=tmp_path / "cache") == made
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A verified plan, the key under which it is kept, and the directory."""
+    directory, keys = tmp_path_factory.mktemp("kept"), []
+    put = Store.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "put", lambda self, key, value: keys.append(key) or put(self, key, value))
+        made = planned(budget=0.8, cache=directory)
+    assert Store(directory).get(keys[-1], jaxsub.Plan) == made
+    return made, keys[-1], directory
 
 
 def test_a_moved_line_is_named_as_it_is_now(tmp_path):
