@@ -1,0 +1,30 @@
+"""Optimistix: deep equilibrium layers; each is a fixed point whose derivative is implicit, the default adjoint."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+
+from gauntlet import Built
+
+WIDTH, BATCH, LAYERS = 32, 64, 3
+
+
+def build() -> Built:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [(jax.random.normal(k, (WIDTH, WIDTH)) / (4 * WIDTH**0.5), jnp.eye(WIDTH), jnp.zeros(WIDTH)) for k in keys]
+    solver = optx.FixedPointIteration(rtol=1e-6, atol=1e-6)
+
+    def equilibrium(x, w, u, b):
+        found = optx.fixed_point(
+            lambda z, args: jnp.tanh(z @ args[0] + args[1]), solver, jnp.zeros_like(x), args=(w, x @ u + b), max_steps=64
+        )
+        return found.value
+
+    def loss(params, x, y):
+        for w, u, b in params:
+            x = jax.nn.gelu(equilibrium(x, w, u, b)) + x
+        return jnp.mean((x - y) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    return Built(loss, (params, x, jnp.roll(x, 1, 0)), value_and_grad=eqx.filter_value_and_grad, rtol=1e-3)
