@@ -86,7 +86,7 @@ PROGRAMS = _table(
     ("e3nn_forces", "e3nn_jax haiku", "spherical harmonics; forces, so a derivative inside the loss"),
     ("jraph_molecules", "jraph haiku", "a graph network, segment sums"),
     ("distrax_flow", "distrax haiku", "couplings with log determinants"),
-    ("optimistix_deq", "optimistix equinox", "a fixed point with an implicit derivative"),
+    ("optimistix_deq", "optimistix", "a fixed point with an implicit derivative"),
     ("jaxopt_bilevel", "jaxopt", "an inner problem solved to its end, differentiated implicitly"),
     ("optax_ctc", "optax", "recurrent layers under a scan, the CTC loss"),
     ("jax_associative_scan", "", "a linear recurrence by associative_scan, complex numbers"),

@@ -27,7 +27,9 @@ def build() -> Built:
 
     def loss(params, state, images, labels):
         logits, state = model.apply(params, state, None, images, is_training=True)
-        l2 = 0.5 * sum((leaf**2).sum() for path, leaf in jax.tree.leaves_with_path(params) if "batchnorm" not in str(path))
+        l2 = 0.5 * sum(
+            (leaf**2).sum() for path, leaf in jax.tree.leaves_with_path(params) if "batchnorm" not in str(path)
+        )
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean() + 1e-4 * l2, state
 
     return Built(loss, (params, state, images, labels), has_aux=True)

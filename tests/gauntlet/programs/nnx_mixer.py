@@ -41,7 +41,7 @@ def build() -> Built:
     y = jax.random.randint(jax.random.key(2), (BATCH,), 0, 10)
 
     def loss_fn(params, rest, x, y):
-        model = nnx.merge(graphdef, params, rest)
+        model = nnx.merge(graphdef, params, rest, copy=True)
         loss = optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
         return loss, nnx.state(model, nnx.Not(nnx.Param))
 

@@ -1,6 +1,5 @@
 """Optimistix: deep equilibrium layers; each is a fixed point whose derivative is implicit, the default adjoint."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
@@ -16,15 +15,13 @@ def build() -> Built:
     solver = optx.FixedPointIteration(rtol=1e-6, atol=1e-6)
 
     def equilibrium(x, w, u, b):
-        found = optx.fixed_point(
-            lambda z, args: jnp.tanh(z @ args[0] + args[1]), solver, jnp.zeros_like(x), args=(w, x @ u + b), max_steps=64
-        )
-        return found.value
+        f = lambda z, args: jnp.tanh(z @ args[0] + args[1])  # noqa: E731
+        return optx.fixed_point(f, solver, jnp.zeros_like(x), args=(w, x @ u + b), max_steps=64).value
 
     def loss(params, x, y):
         for w, u, b in params:
-            x = jax.nn.gelu(equilibrium(x, w, u, b)) + x
+            x = jax.nn.gelu(jax.vmap(equilibrium, in_axes=(0, None, None, None))(x, w, u, b)) + x
         return jnp.mean((x - y) ** 2)
 
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
-    return Built(loss, (params, x, jnp.roll(x, 1, 0)), value_and_grad=eqx.filter_value_and_grad, rtol=1e-3)
+    return Built(loss, (params, x, jnp.roll(x, 1, 0)), rtol=1e-3)
