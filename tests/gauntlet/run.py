@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # `gauntlet` is a package of tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gauntlet import PROGRAMS
 from gauntlet.trial import again, first
@@ -98,7 +98,9 @@ def summary(results: list[dict[str, Any]]) -> str:
     ratios = sorted(found["plan_seconds"] / found["plain_seconds"] for found in ran if "plan_seconds" in found)
     line = f"{len(ran)} ran, {sum(bool(found['faults']) for found in ran)} failed, {len(results) - len(ran)} skipped"
     if ratios:
-        line += f"; a cold plan took {ratios[len(ratios) // 2]:.1f} x the plain compile in the median, {ratios[-1]:.1f} x at most"
+        line += (
+            f"; cold plans cost {ratios[len(ratios) // 2]:.1f} plain compiles in the median, {ratios[-1]:.1f} at most"
+        )
     return line
 
 

@@ -1,5 +1,7 @@
 """JAXopt: ridge regression solved on learnt features, its solution differentiated implicitly."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import jaxopt
@@ -23,7 +25,7 @@ def ridge(weights, l2, data):
 def build() -> Built:
     keys = jax.random.split(jax.random.key(0), 6)
     sizes = [INPUTS, 64, 64, 64, WIDTH]
-    layers = [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, zip(sizes, sizes[1:], strict=False))]
+    layers = [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, pairwise(sizes), strict=False)]
     params = {"features": layers, "log_l2": jnp.float32(-1.0)}
     x = jax.random.normal(keys[4], (2 * ROWS, INPUTS))
     y = jnp.sin(x.sum(1))

@@ -4,6 +4,7 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+import jax
 import keras
 import numpy as np
 
@@ -37,8 +38,6 @@ def build() -> Built:
     non_trainable = [v.value for v in model.non_trainable_variables]
 
     def make_step(loss):
-        import jax
-
         grad_fn = jax.value_and_grad(loss, has_aux=True)
 
         def train_step(state, data):
