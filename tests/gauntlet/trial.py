@@ -22,7 +22,7 @@ import optax
 
 import jaxsub
 from gauntlet import Built
-from jaxsub.flops import jaxpr_flops
+from jaxsub.jaxpr.flops import jaxpr_flops
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 SMALL_SHARE = 1e-2
