@@ -80,7 +80,7 @@ PROGRAMS = _table(
     ("nnx_mixer", "flax", "NNX split and merged, dropout streams"),
     ("penzai_transformer", "penzai", "named axes, a decoder with rotary embeddings"),
     ("diffrax_neural_ode", "diffrax equinox", "a while loop with its own adjoint, adaptive steps"),
-    ("diffrax_sde", "diffrax equinox", "a Brownian tree of keys, fixed steps"),
+    ("diffrax_sde", "diffrax equinox lineax", "a Brownian tree of keys, fixed steps"),
     ("numpyro_vae", "numpyro", "a trace of effect handlers, samples inside the loss"),
     ("rlax_impala", "rlax", "V-trace returns, an entropy bonus"),
     ("e3nn_forces", "e3nn_jax haiku", "spherical harmonics; forces, so a derivative inside the loss"),

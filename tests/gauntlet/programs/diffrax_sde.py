@@ -4,6 +4,7 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 
 from gauntlet import Built
 
@@ -21,9 +22,7 @@ def build() -> Built:
         path = diffrax.VirtualBrownianTree(0.0, 1.0, tol=1e-2, shape=(4,), key=key, levy_area=diffrax.SpaceTimeLevyArea)
         terms = diffrax.MultiTerm(
             diffrax.ODETerm(lambda t, y, args: drift(y)),
-            diffrax.ControlTerm(lambda t, y, args: diffrax.lineax.DiagonalLinearOperator(diffusion(y)), path)
-            if hasattr(diffrax, "lineax")
-            else diffrax.ControlTerm(lambda t, y, args: jnp.diag(diffusion(y)), path),
+            diffrax.ControlTerm(lambda t, y, args: lx.DiagonalLinearOperator(diffusion(y)), path),
         )
         return diffrax.diffeqsolve(terms, diffrax.Heun(), 0.0, 1.0, 1 / STEPS, y0, max_steps=STEPS + 1).ys[-1]
 
