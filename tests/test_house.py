@@ -18,7 +18,8 @@ core: __init__ errors wrapped budget graph decisions codec chain output_reuse si
 allocator: gradient allocation __init__
 planners: memo cheap milp_model milp_nested quantize dp_tables output_reuse_search select baselines chen recursive
     revolve split_regions optimal auto milp __init__
-jaxpr: __init__ compat flops identity max_pool_vjp output_only_vjp shardings static_leaves trace arguments tangents
+jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace arguments
+    tangents
 devices: __init__ aot_worker targets aot compile
 partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload regions scan_rotation scan_unrolling scans emit

@@ -39,8 +39,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.planners import get
 from jaxsub.search.candidates import settle
-from jaxsub.search.verify import cut_choices
-from jaxsub.search.verify import gradient
+from jaxsub.search.verify import cut_choices, gradient
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]

@@ -19,7 +19,8 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
-from jaxsub.jaxpr.trace import Program, aval_bytes, flatten_jaxpr
+from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")

@@ -47,7 +47,8 @@ def spent_inputs(
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
             is_alone = run[0] <= min(value.consumers) and max(value.consumers) < run[1]
-            is_alone = is_alone and value.index not in graph.outputs and maker in traced and not _is_key(traced[run][0], i)
+            is_alone = is_alone and value.index not in graph.outputs and not _is_key(traced[run][0], i)
+            is_alone = is_alone and maker in traced
             if is_alone and not _keeps(traced[maker], value.index - graph.made_by(*maker).start):
                 spent.append(i)
         found[run] = tuple(spent)

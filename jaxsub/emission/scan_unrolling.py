@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program, flatten_jaxpr, program_of
+from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.trace import Program, program_of
 
 MOST_EQUATIONS = 512
 """Equations of steps that may be written out as one program; it is traced, planned and compiled as such."""

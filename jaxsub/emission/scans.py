@@ -29,7 +29,8 @@ from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scan_rotation import Rotated, rotated
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program, flatten_jaxpr, program_of
+from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.trace import Program, program_of
 from jaxsub.partition.min_cut import run_function
 
 Values = tuple[Any, ...]

@@ -29,10 +29,11 @@ import numpy as np
 from jaxsub.core.graph import Graph
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of
+from jaxsub.jaxpr.inline import flatten_closed, live_eqns
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
-from jaxsub.jaxpr.trace import Program, aval_bytes, flatten_closed, live_eqns
+from jaxsub.jaxpr.trace import Program, aval_bytes
 
 MARK = "jaxsub_mark_"
 _MARK = re.compile(MARK + r"(\d+)")

@@ -26,7 +26,7 @@ from jaxsub.search.budget_search import CLOSE, MARGIN, MOST_COMPILES
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.candidates import natural, settle
 from jaxsub.search.pipeline import once
-from jaxsub.search.verify import usual_choices
+from jaxsub.search.verify import cut_choices, usual_choices
 
 FLAT = 0.05
 """Where a byte less at a level saves fewer bytes of the step than this, the peak stands elsewhere."""

@@ -1,5 +1,7 @@
 """What everybody writes: dropout with keys that are split on, joined products, metrics behind the loss."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -69,7 +71,7 @@ def test_keys_are_never_filled():
     program = trace(dropping(split_on), (WEIGHTS, X, random.key(0)), {})
     pricer = Pricer(program, get_target(None), is_compiled=False)
     for cuts in cut_choices(program):
-        for run, dead in pricer._spent([*zip(cuts, cuts[1:], strict=False)]).items():
+        for run, dead in pricer._spent([*pairwise(cuts)]).items():
             reads = pricer._run(*run)[0].function.reads
             assert not any("key" in program.graph.values[reads[i]].dtype for i in dead)
 

@@ -74,7 +74,7 @@ def bases():
 def test_the_plans_that_are_changed_hold_everything():
     """Labels, digests, what stands in memory, seconds: beside what is written above, nothing is empty."""
     plan = bases()[0]
-    assert plan.timeline.pieces and plan.timeline.spans and plan.barriers and plan.holdings and plan.equations
+    assert all((plan.timeline.pieces, plan.timeline.spans, plan.barriers, plan.holdings, plan.equations))
     assert plan.prediction.step_seconds
 
 

@@ -1,0 +1,110 @@
+"""From a jaxpr to flat equations: calls inlined, dead equations dropped, reports moved last.
+
+Calls that mean nothing but their body (`jit` without shardings of its own, `closed_call`) are inlined, each time with
+fresh variables; what carries a differentiation rule (`custom_jvp_call`, `custom_vjp_call`), loops, conditionals and the
+user's own `jax.checkpoint` regions stay whole. Equations whose results nobody reads and that have no effect are
+dropped; those that only report, such as `jax.debug.print`, come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxsub.jaxpr import compat
+
+
+def flatten_jaxpr(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Inline calls; return equations, inputs (constants first), outputs and constants."""
+    jaxpr = compat.open_jaxpr(closed)
+    eqns: list[Any] = []
+    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    env: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        _inline(eqn, env, eqns, hoisted, caller=None)
+    outvars = [_read(env, a) for a in jaxpr.outvars]
+    eqns = compat.sliced_where_used(eqns, outvars)
+    return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
+
+
+def flatten_closed(closed: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
+    eqns, inputs, outvars, consts = flatten_jaxpr(closed)
+    literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
+    if literals:
+        eqns = [eqn.replace(invars=[_read(literals, a) for a in eqn.invars]) for eqn in eqns]
+        outvars = [_read(literals, a) for a in outvars]
+    return eqns, inputs[len(consts) :], outvars
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return env.get(atom, atom) if compat.is_var(atom) else atom
+
+
+def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any) -> None:
+    body = compat.inlined_body(eqn)
+    invars = [_read(env, a) for a in eqn.invars]
+    if body is None:
+        if caller is not None:
+            outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            eqn = eqn.replace(invars=invars, outvars=outvars, source_info=compat.within(eqn, caller))
+        elif env:
+            eqn = eqn.replace(invars=invars)
+        eqns.append(eqn)
+        return
+    if caller is not None:
+        eqn = eqn.replace(source_info=compat.within(eqn, caller))
+    jaxpr = compat.open_jaxpr(body)
+    inner: dict[Any, Any] = dict(zip(jaxpr.invars, invars, strict=True))
+    for var, const in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=False):
+        inner[var] = compat.new_var(var.aval)
+        hoisted.append((inner[var], const))
+    for inner_eqn in jaxpr.eqns:
+        _inline(inner_eqn, inner, eqns, hoisted, caller=eqn)
+    env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
+
+
+def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Drop equations whose results nobody reads and that have no effect."""
+    wanted = {a for a in outvars if compat.is_var(a)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(a for a in eqn.invars if compat.is_var(a))
+    return kept[::-1]
+
+
+def reports_last(eqns: Sequence[Any]) -> list[Any]:
+    """Move what only reports, as `jax.debug.print` does, behind everything else: no region then reports twice.
+
+    JAX promises no order among such equations unless they are `ordered`; those stay in order with whatever else is.
+    """
+    kept: list[Any] = []
+    reports: list[Any] = []
+    for eqn in eqns:
+        if _only_reports(eqn):
+            reports.append(eqn)
+            continue
+        if _is_ordered(eqn):
+            kept += [report for report in reports if _is_ordered(report)]
+            reports = [report for report in reports if not _is_ordered(report)]
+        kept.append(eqn)
+    return kept + reports
+
+
+def _only_reports(eqn: Any) -> bool:
+    """Whether all that an equation does is to report what it reads, as `jax.debug.print` and `jax.debug.callback` do.
+
+    The effects' classes are private; a version that calls them something else leaves such equations where they are.
+    """
+    names = {type(effect).__name__ for effect in eqn.effects}
+    return not eqn.outvars and bool(names) and names <= {"DebugEffect", "OrderedDebugEffect"}
+
+
+def _is_ordered(eqn: Any) -> bool:
+    """Whether an equation's effects keep their order with others'."""
+    return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
