@@ -241,11 +241,13 @@ class Step(Wrapped[P, R]):
         with Progress(self._progress) as told:
             sizing = self.sizing(args, kwargs, told)
             n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
-            best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
+            best = self._found(sizing, n_bytes)
             if best is None:
-                raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
-            for key, plan in best.plans.items():
-                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
+                best = sizing.run(n_bytes)
+                if best is None:
+                    raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+                for key, plan in best.plans.items():
+                    put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
         run = best.run if sizing.target.is_present else self._jitted(best.trial)
         return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
 
