@@ -12,6 +12,8 @@ as it says and keeps to its budget.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
@@ -65,7 +67,10 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:
     """Whether what a plan does was measured for a target, as it says itself, and fits the budget it was made for."""
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
-    if found is None or plain is None or recalled(store, measured_key(program, target, plan), target) != found:
+    known = recalled(store, measured_key(program, target, plan), target)
+    if found is None or plain is None or known is None:
+        return False
+    if replace(known, compile_seconds=found.compile_seconds) != found:  # another process may have compiled it too
         return False
     budget_bytes = int(plain.temp_bytes * budget.fraction) if budget.fraction is not None else budget.n_bytes
     return budget_bytes is None or found.temp_bytes <= budget_bytes

@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from mutations import hostile_bytes
 
 import jaxsub
 from jaxsub.core.budget import Budget
@@ -178,3 +180,60 @@ def test_another_process_finds_the_verified_plan(tmp_path):
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert jaxsub.Plan.from_json(ran.stdout) == made
     assert jax.default_backend() == "cpu"
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from test_plan_cache import planned
+replace, calls = os.replace, []
+def kill_in_mid_write(beside, place):
+    calls.append(place)
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(beside, place)
+os.replace = kill_in_mid_write
+print(planned(budget=0.8, cache=sys.argv[2]).to_json())
+"""
+
+
+def test_processes_plan_at_once_and_one_is_killed(tmp_path, priced_runs):
+    """Of three processes that plan the same at once one is killed: the others plan, and the next finds their plan."""
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": str(here.parents[1]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", KILLED, str(here), str(tmp_path)]
+    processes = [subprocess.Popen([*command, n], env=env, stdout=subprocess.PIPE, text=True) for n in ("3", "0", "0")]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 0, 0]
+    assert len(list(tmp_path.rglob("*.tmp"))) == 1
+    found = planned(budget=0.8, cache=tmp_path)
+    assert priced_runs == []
+    assert said[0] == ""
+    for text in said[1:]:
+        made = jaxsub.Plan.from_json(text)
+        assert (made.segments, made.barriers, made.measurement.temp_bytes) == (
+            found.segments, found.barriers, found.measurement.temp_bytes)  # fmt: skip
+
+
+def test_a_hostile_directory_changes_nothing(tmp_path, kept):
+    """Where every file is something else, a link out or a bomb, the plan is as without a cache; nothing else changes."""
+    made, _, directory = kept
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    shutil.copytree(directory, tmp_path / "cache")
+    files, makers = sorted((tmp_path / "cache").rglob("*.json")), list(hostile_bytes().values())
+    for number, file in enumerate(files):
+        if number % 4:
+            makers[number % len(makers)](file)
+        else:
+            file.unlink()
+            if number % 8:
+                file.symlink_to(outside)
+            else:
+                file.hardlink_to(outside)
+    found = planned(budget=0.8, cache=tmp_path / "cache")
+    assert (found.segments, found.barriers, found.loops) == (made.segments, made.barriers, made.loops)
+    assert replace(found.measurement, compile_seconds=0) == replace(made.measurement, compile_seconds=0)
+    assert outside.read_text() == "mine"
+    assert sorted((tmp_path / "cache").rglob("*.json")) == files
+    assert planned(budget=0.8, cache=tmp_path / "cache") == found
