@@ -216,7 +216,7 @@ def test_processes_plan_at_once_and_one_is_killed(tmp_path, priced_runs):
 
 
 def test_a_hostile_directory_changes_nothing(tmp_path, kept):
-    """Where every file is something else, a link out or a bomb, the plan is as without a cache; nothing else changes."""
+    """Where every file is something else, a link out or a bomb, a plan is as without a cache; nothing else changes."""
     made, _, directory = kept
     outside = tmp_path / "outside"
     outside.write_text("mine")
