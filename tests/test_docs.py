@@ -1,0 +1,79 @@
+"""The pages under `docs/` and `CONTRIBUTING.md`: their code runs, their links lead somewhere, no public name is missing.
+
+The pages are built, and every link and anchor checked, by `mkdocs build --strict -f docs/mkdocs.yml`; what is tested
+here needs no MkDocs.
+"""
+
+import ast
+import pkgutil
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxsub
+
+ROOT = Path(jaxsub.__file__).parent.parent
+PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
+BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+REFERENCE = re.compile(r"^::: (?P<name>[\w.]+)", re.MULTILINE)
+NEEDS = re.compile(r'title="needs (\w+)"')
+
+
+def blocks_of(text):
+    """A page's blocks of Python: line, what stands behind ```python, and the code."""
+    return [(text[: m.start("code")].count("\n"), m["info"], m["code"]) for m in BLOCK.finditer(text)]
+
+
+def run(path, text):
+    """Execute a page's blocks from top to bottom, as a reader would who copies them; lines are those of the page."""
+    names = {"__name__": path.stem}
+    for line, info, code in blocks_of(text):
+        for package in NEEDS.findall(info):
+            pytest.importorskip(package)
+        tree = ast.increment_lineno(ast.parse(code), line)
+        exec(compile(tree, str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks_of(p.read_text("utf-8"))], ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    """Every block of Python runs where the page has it, after those above it, and leaves JAX's settings alone."""
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.values.copy()
+    run(path, path.read_text("utf-8"))
+    assert jax.config.values == before
+
+
+def test_a_block_that_fails_is_noticed():
+    """A name that no block above defines is an error, at the line of the page."""
+    with pytest.raises(NameError, match="modell"):
+        run(Path("page.md"), "Text.\n\n```python\nmodell.apply(1)\n```\n")
+
+
+def test_every_public_name_has_a_reference():
+    """What `jaxsub.__all__` lists, and what the public modules list, has an entry in `docs/pages/reference`."""
+    found = {name for path in PAGES for name in REFERENCE.findall(path.read_text("utf-8"))}
+    assert {f"jaxsub.{name}" for name in jaxsub.__all__} - found == set()
+
+
+def test_every_reference_is_there():
+    """An entry names something that can be imported."""
+    names = [name for path in PAGES for name in REFERENCE.findall(path.read_text("utf-8"))]
+    assert len(names) >= len(jaxsub.__all__)
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
+
+
+def test_every_page_is_in_the_menu():
+    """The menu lists each page once."""
+    menu = re.findall(r"([\w/]+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted(str(p.relative_to(ROOT / "docs" / "pages")) for p in PAGES)
+
+
+def test_contributing_has_every_folder_in_order():
+    """The map of folders lists those of the library, in the order in which data flows."""
+    from test_house import ORDER  # noqa: PLC0415 - a list, kept there
+
+    contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert re.findall(r"^\| `(\w+)/` \|", contributing, re.MULTILINE) == re.findall(r"^(\w+):", ORDER, re.MULTILINE)
