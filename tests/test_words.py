@@ -1,0 +1,108 @@
+"""The field's words: what JAX engineers call things, in everything that people read.
+
+Left is what is not to be written, right what to write instead. `TO_DO` lists the folders of the library that still have
+such words; it only shrinks.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxsub
+
+ROOT = Path(jaxsub.__file__).parent.parent
+
+WORDS = {
+    r"execut\w+(?: \w+){0,3} (?:again|twice)|\b(?:ma[dk]es?|making|make) (?:\w+ ){0,2}(?:again|anew)": "recompute",
+    r"\bwhat (?:is kept|stands|stood|lies)\b": "residual, saved value",
+    r"\b(?:stands?|stood|standing|lies|lying) (?:in|until|from|till)\b": "is live, is allocated",
+    r"\bways? to cut\b": "partition",
+    r"\bask(?:s|ed|ing)? (?:\w+ )?of the compiler\b|\bask(?:s|ed|ing)? the compiler\b|\bthe compiler is asked\b": "compile, measure",
+    r"\bbe(?:ing)? told\b|\bis told of\b": "measure, report",
+    r"\bwhat is said of\b|\bsaid of it\b": "predict, estimate",
+    r"\boffers?\b|\boffered\b": "candidate plan",
+    r"\bwish(?:es|ed)?\b": "per-name override",
+    r"\bshel(?:f|ves)\b": "plan cache, price cache",
+    r"(?<!\bcall )\bsites?\b": "call site",
+    r"\bspent\b|\bgone once\b": "dead after, live until",
+    r"\b(?:that|which) (?:are|is) no arrays?\b|\bis no array\b": "static leaves, static arguments",
+    r"\bsiblings?\b": "multi-output fusion",
+    r"\bmade ahead\b|\bmakes? ahead\b": "hoisted",
+    r"\bwhoever\b|\bwho asks\b": "the user, you",
+}
+"""For each pattern what to write instead."""
+
+CHECKED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
+"""Files and folders whose text is free of them."""
+
+TO_DO = ("allocator", "api", "cli.py", "core", "costs", "devices", "emission", "flax", "jaxpr", "partition", "planners",
+         "policies", "search", "show", "step")  # fmt: skip
+"""Folders of the library that are not looked at yet; take one out once its words are the field's."""
+
+SUFFIXES = (".md", ".py", ".svg", ".yml", ".css", ".js")
+
+
+def texts(path):
+    """A file, or the files of text below a folder."""
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+
+
+def faults(text):
+    """The words that are not to be written, each with its line and what to write instead."""
+    flat = text.replace("\n", " ")  # a phrase may go over the end of a line
+    return [
+        f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}; write: {instead}"
+        for pattern, instead in WORDS.items()
+        for match in re.finditer(pattern, flat, re.IGNORECASE)
+    ]
+
+
+def looked_at():
+    """What is checked: the texts for people, and the folders of the library that are done."""
+    done = sorted(p for p in (ROOT / "jaxsub").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists())
+    return [*(ROOT / name for name in CHECKED), *(p for p in done if p.name not in TO_DO)]
+
+
+@pytest.mark.parametrize("path", looked_at(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_people_read_the_fields_words(path):
+    """No text has a word of the list."""
+    found = texts(path)
+    assert found
+    assert [f"{p.relative_to(ROOT)}, {fault}" for p in found for fault in faults(p.read_text("utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("each step executed\nagain", "recompute"),
+        ("made again", "recompute"),
+        ("what stands at the peak", "residual"),
+        ("it stands in memory", "live"),
+        ("two ways to cut a program", "partition"),
+        ("ask the compiler", "compile"),
+        ("the best offer", "candidate"),
+        ("a wish", "override"),
+        ("a site in the step", "call site"),
+        ("the input is spent", "dead"),
+        ("leaves that are no arrays", "static"),
+        ("Whoever calls it", "user"),
+    ],
+)
+def test_the_check_can_fail(text, instead):
+    """Each word is found, in any case and over the end of a line, and the answer says what to write."""
+    (fault,) = faults(text)
+    assert fault.startswith("line 1: ")
+    assert instead in fault.partition("write: ")[2]
+
+
+@pytest.mark.parametrize("text", ["call sites", "the JAX website", "recompute", "a live range", "Run it again."])
+def test_the_fields_words_pass(text):
+    """What is to be written is not found."""
+    assert faults(text) == []
+
+
+def test_what_is_still_to_do_is_there():
+    """The list names folders and modules of the library, each once."""
+    assert sorted(set(TO_DO)) == list(TO_DO)
+    assert [name for name in TO_DO if not (ROOT / "jaxsub" / name).exists()] == []
