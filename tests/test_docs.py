@@ -1,4 +1,4 @@
-"""The pages under `docs/` and `CONTRIBUTING.md`: their code runs, their links lead somewhere, no public name is missing.
+"""The pages under `docs/` and `CONTRIBUTING.md`: their code runs, and no public name, page or folder is missing.
 
 The pages are built, and every link and anchor checked, by `mkdocs build --strict -f docs/mkdocs.yml`; what is tested
 here needs no MkDocs.
@@ -7,31 +7,35 @@ here needs no MkDocs.
 import ast
 import pkgutil
 import re
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import pytest
+from test_house import ORDER
 
 import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
-BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```python[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 REFERENCE = re.compile(r"^::: (?P<name>[\w.]+)", re.MULTILINE)
-NEEDS = re.compile(r'title="needs (\w+)"')
+OPTIONAL = ("keras",)
+"""Packages of the extra `test` that an environment made before may lack; blocks that import them are then left out."""
 
 
 def blocks_of(text):
-    """A page's blocks of Python: line, what stands behind ```python, and the code."""
-    return [(text[: m.start("code")].count("\n"), m["info"], m["code"]) for m in BLOCK.finditer(text)]
+    """A page's blocks of Python, each with the number of lines above it."""
+    return [(text[: m.start("code")].count("\n"), m["code"]) for m in BLOCK.finditer(text)]
 
 
 def run(path, text):
     """Execute a page's blocks from top to bottom, as a reader would who copies them; lines are those of the page."""
     names = {"__name__": path.stem}
-    for line, info, code in blocks_of(text):
-        for package in NEEDS.findall(info):
-            pytest.importorskip(package)
+    for line, code in blocks_of(text):
+        if any(f"import {name}\n" in code and find_spec(name) is None for name in OPTIONAL):
+            continue
         tree = ast.increment_lineno(ast.parse(code), line)
         exec(compile(tree, str(path), "exec"), names)
 
@@ -71,9 +75,13 @@ def test_every_page_is_in_the_menu():
     assert sorted(menu) == sorted(str(p.relative_to(ROOT / "docs" / "pages")) for p in PAGES)
 
 
+def test_what_pages_need_is_installed_with_the_tests():
+    """A package that only pages import is among those of the extra `test`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert [name for name in OPTIONAL if not any(re.match(rf"{name}\b", need) for need in extras["test"])] == []
+
+
 def test_contributing_has_every_folder_in_order():
     """The map of folders lists those of the library, in the order in which data flows."""
-    from test_house import ORDER  # noqa: PLC0415 - a list, kept there
-
     contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert re.findall(r"^\| `(\w+)/` \|", contributing, re.MULTILINE) == re.findall(r"^(\w+):", ORDER, re.MULTILINE)
