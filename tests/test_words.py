@@ -18,7 +18,7 @@ WORDS = {
     r"\bwhat (?:is kept|stands|stood|lies)\b": "residual, saved value",
     r"\b(?:stands?|stood|standing|lies|lying) (?:in|until|from|till)\b": "is live, is allocated",
     r"\bways? to cut\b": "partition",
-    r"\bask(?:s|ed|ing)? (?:\w+ )?of the compiler\b|\bask(?:s|ed|ing)? the compiler\b|\bthe compiler is asked\b": "compile",
+    r"\bask(?:s|ed|ing)?(?: \w+)? (?:of )?the compiler\b|\bcompiler is asked\b": "compile, measure",
     r"\bbe(?:ing)? told\b|\bis told of\b": "measure, report",
     r"\bwhat is said of\b|\bsaid of it\b": "predict, estimate",
     r"\boffers?\b|\boffered\b": "candidate plan",
