@@ -373,6 +373,14 @@ def source_of(eqn: Any) -> str:
     return f"{file}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
 
 
+def standing_at(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """Have what is traced inside stand at an equation's line and in its scopes, as `jax.core.eval_jaxpr` has it."""
+    if source_info_util is None:
+        return contextlib.nullcontext()
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
 def trace_context() -> tuple[Any, ...]:
     """What the current configuration adds to the key of a trace: precision, x64, promotion, the mesh, and so on.
 

@@ -1,0 +1,191 @@
+"""Equations evaluated at the shape of a slice of an independent axis.
+
+Plain equations are bound with other parameters where those hold shapes (`resized`), at their own source lines and in
+their scopes. Equations that hold jaxprs go through JAX's own functions (`scan`, `while_loop`, `switch`, `checkpoint`,
+`custom_jvp`, `custom_vjp`) with bodies evaluated at the slice's shape. Each result's shape is compared with what the
+analysis says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsub import compat
+from jaxsub.axis_bodies import Body, Step, is_inexact, no_tangent
+from jaxsub.axis_rules import Place, State
+
+Env = dict[tuple[Any, Place | None], Any]
+"""What variables are: whole, totals among them, or a slice of them."""
+Values = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A slice: the unit it starts at, and how many units it has."""
+
+    start: Any
+    size: int
+
+
+def read(env: Env, atom: Any, place: Place | None) -> Any:
+    """The value of an atom, whole or where it carries the axis."""
+    return env[atom, place] if compat.is_var(atom) else atom.val
+
+
+def evaluate(steps: Sequence[Step], env: Env, at: At | None) -> None:
+    """Evaluate steps in order, at a slice's shape or whole, and put what they make into `env`.
+
+    Raises:
+        AssertionError: If a result has another shape than the slice's: a rule is wrong.
+    """
+    for step in steps:
+        args = [read(env, a, need) for a, need in zip(step.reads, step.needs, strict=True)]
+        for var, out, x in zip(step.writes, step.outs, _outcome(step, args, at), strict=True):
+            if at is not None and jnp.shape(x) != _shape_at(var.aval, out, at):
+                raise AssertionError(f"`{step.eqn}` in slices made {jnp.shape(x)}, not {_shape_at(var.aval, out, at)}")
+            env[var, out if isinstance(out, Place) else None] = x
+
+
+def _shape_at(aval: Any, state: State, at: At) -> tuple[int, ...]:
+    if not isinstance(state, Place):
+        return tuple(aval.shape)
+    return tuple(at.size * state.unit if d == state.dim else s for d, s in enumerate(aval.shape))
+
+
+def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
+    if step.eqn is None or at is None:
+        if at is None:
+            return _bound(step.eqn, step.eqn.params, args)
+        (place,) = step.outs
+        return [jax.lax.dynamic_slice_in_dim(args[0], at.start * place.unit, at.size * place.unit, place.dim)]
+    if step.bodies:
+        with compat.standing_at(step.eqn):
+            return _with_bodies(step, args, at)
+    shapes = [_shape_at(v.aval, out, at) for v, out in zip(step.writes, step.outs, strict=True)]
+    found = _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args)
+    place = step.outs[0] if step.eqn.primitive.name == "iota" else None
+    if isinstance(place, Place) and place.dim == step.eqn.params["dimension"]:
+        found = [found[0] + jnp.asarray(at.start * place.unit, found[0].dtype)]
+    return found
+
+
+def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """An equation's results for other operands."""
+    variables = [compat.new_var(a.aval) if compat.is_var(a) else a for a in eqn.invars]
+    invars = [v for v in variables if compat.is_var(v)]
+    outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+    jaxpr = compat.make_jaxpr_of([eqn.replace(invars=variables, outvars=outvars, params=params)], invars, outvars)
+    return list(jax.core.eval_jaxpr(jaxpr, (), *(x for x, v in zip(args, variables, strict=True) if compat.is_var(v))))
+
+
+def resized(eqn: Any, shapes: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """The parameters of an equation whose operands and results have other shapes."""
+    params = dict(eqn.params)
+    match eqn.primitive.name:
+        case "broadcast_in_dim" | "iota":
+            params["shape"] = results[0]
+        case "reshape":
+            params["new_sizes"] = results[0]
+        case "slice":
+            kept = zip(eqn.invars[0].aval.shape, shapes[0], params["limit_indices"], strict=True)
+            params["limit_indices"] = tuple(new if new != old else limit for old, new, limit in kept)
+        case "dynamic_slice":
+            params["slice_sizes"] = results[0]
+        case "gather":
+            kept = zip(eqn.invars[0].aval.shape, shapes[0], params["slice_sizes"], strict=True)
+            params["slice_sizes"] = tuple(new if old == size and new != old else size for old, new, size in kept)
+    return params
+
+
+def _inside(body: Body, args: Sequence[Any], at: At) -> Values:
+    """A body's results for one slice."""
+    env: Env = {(v, p): x for v, p, x in zip(body.jaxpr.invars, body.ins, args, strict=True)}
+    env.update({(v, None): x for v, x in zip(body.jaxpr.constvars, body.consts, strict=True)})
+    evaluate(body.steps, env, at)
+    pairs = zip(body.jaxpr.outvars, body.outs, strict=True)
+    found = [(read(env, a, o if isinstance(o, Place) else None), a.aval) for a, o in pairs]
+    return tuple(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype) for x, aval in found)
+
+
+def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
+    """An equation that holds jaxprs, by JAX's own function for it."""
+    primitive, params = compat.unwrapped(step.eqn)
+    first, last = step.bodies[0], step.bodies[-1]
+    match primitive.name:
+        case "scan":
+            return _scan(step, args, at)
+        case "while":
+            n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+            tested, known = tuple(args[:n_cond]), tuple(args[n_cond : n_cond + n_body])
+            carry = tuple(args[n_cond + n_body :])
+            return jax.lax.while_loop(lambda c: _inside(first, (*tested, *c), at)[0],
+                                      lambda c: _inside(last, (*known, *c), at), carry)  # fmt: skip
+        case "cond":
+            branches = [lambda *xs, body=body: _inside(body, xs, at) for body in step.bodies]
+            return jax.lax.switch(args[0], branches, *args[1:])
+        case "custom_jvp_call":
+            return _custom_jvp(step, args, at)
+        case "custom_vjp_call":
+            return _custom_vjp(step, args, at)
+        case name if name in compat.REGIONS:
+            region = compat.checkpoint(lambda start, *xs: _inside(first, xs, At(start, at.size)),
+                                       policy=params["policy"], prevent_cse=params["prevent_cse"])  # fmt: skip
+            return region(at.start, *args)
+    return _inside(first, args, at)
+
+
+def _scan(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
+    (body,), params = step.bodies, step.eqn.params
+    n_consts, n_carry = compat.scan_sizes(step.eqn)
+    consts, carry, xs = args[:n_consts], tuple(args[n_consts : n_consts + n_carry]), tuple(args[n_consts + n_carry :])
+
+    def run(carry: Values, x: Values) -> tuple[Values, Values]:
+        outs = _inside(body, (*consts, *carry, *x), at)
+        return outs[:n_carry], outs[n_carry:]
+
+    more = {"_split_transpose": True} if params.get("_split_transpose") else {}
+    carry, ys = jax.lax.scan(run, carry, xs, params["length"], params["reverse"], params["unroll"], **more)
+    return (*carry, *ys)
+
+
+def _custom_jvp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
+    @jax.custom_jvp
+    def call(start: Any, *xs: Any) -> Values:
+        return _inside(step.bodies[0], xs, At(start, at.size))
+
+    @call.defjvp
+    def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
+        (start, *xs), n_outs = primals, len(step.writes)
+        (body,) = step.rule()
+        moving = [t for t, x in zip(tangents[1:], xs, strict=True) if is_inexact(x)]
+        found = _inside(body, (*xs, *moving), At(start, at.size))
+        moved = iter(found[n_outs:])
+        return found[:n_outs], tuple(next(moved) if is_inexact(o) else no_tangent(o) for o in found[:n_outs])
+
+    return call(at.start, *args)
+
+
+def _custom_vjp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
+    n_outs = len(step.writes)
+
+    @jax.custom_vjp
+    def call(start: Any, *xs: Any) -> Values:
+        return _inside(step.bodies[0], xs, At(start, at.size))
+
+    def forward(start: Any, *xs: Any) -> tuple[Values, Any]:
+        found = _inside(step.rule()[0], xs, At(start, at.size))
+        return found[:n_outs], (start, found[n_outs:])
+
+    def backward(kept: Any, cotangents: Values) -> Values:
+        start, leaves = kept
+        given = [c for c, v in zip(cotangents, step.writes, strict=True) if is_inexact(v)]
+        found = iter(_inside(step.rule()[1], (*leaves, *given), At(start, at.size)))
+        return (None, *(next(found) if is_inexact(v) else None for v in step.reads))
+
+    call.defvjp(forward, backward)
+    return call(at.start, *args)

@@ -1,0 +1,362 @@
+"""Which axes are independent for a run of equations: the axis followed from one dimension of one input on.
+
+A run goes in with a seed, and comes out cut in three. `before` are equations that do not depend on the axis: they run
+once. `steps` are those that carry it: they may run a slice of the axis at a time, each with what it needs of its
+operands and how its results carry the axis. `after` are equations that read totals over the axis only. The analysis is
+exact and conservative: `jaxsub.axis_rules` says what each primitive does, here are those that hold jaxprs. An equation
+without a rule, one that mixes parts of the axis, or one in which values that carry the axis meet a total over it
+(batch statistics, a softmax over the axis) ends the run: `NotIndependent` names it with its source line.
+
+Values without the axis that meet values with it in its shape (masks, tables, labels) are sliced: inputs as such, others
+made anew at the slice's shape where that is elementwise work or a broadcast, else made whole and sliced. So random bits
+are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxsub import compat
+from jaxsub.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
+from jaxsub.axis_rules import ELEMENTWISE, Coarser, NoRule, Place, State, Total, reshaped, rule_of
+from jaxsub.errors import UnsupportedError
+from jaxsub.program import ZERO_TANGENT
+
+LINEAR = frozenset(
+    "neg transpose reshape squeeze broadcast_in_dim reduce_sum copy copy_p name real imag convert_element_type".split()
+)
+"""What may happen to a part of a sum in a body and leave it a part of the sum of what happens to the whole."""
+
+
+class NotIndependent(UnsupportedError):
+    """An equation keeps an axis from being independent.
+
+    Attributes:
+        eqn: The equation.
+        reason: Why.
+    """
+
+    def __init__(self, eqn: Any, reason: str) -> None:
+        line = compat.source_of(eqn)
+        super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
+        self.eqn, self.reason = eqn, reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """An axis that is independent through a run of equations.
+
+    Attributes:
+        length: How many units it has.
+        before: Equations that run once, before all slices.
+        cut: Values, of the run's inputs or made before, that are sliced, and where they carry the axis.
+        steps: Equations that run a slice at a time.
+        after: Equations that run once, with the totals over all slices.
+        places: Where each variable made in the slices carries the axis, or what its slices are put together with;
+            `None` of those that are the same in every slice.
+        reads: What the slices read whole.
+    """
+
+    length: int
+    before: tuple[Any, ...]
+    cut: tuple[tuple[Any, Place], ...]
+    steps: tuple[Step, ...]
+    after: tuple[Any, ...]
+    places: dict[Any, State]
+    reads: tuple[Any, ...]
+
+
+def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
+    """Follow an axis through a run of equations.
+
+    Args:
+        eqns: The equations, in order.
+        inputs: The variables they read and do not make.
+        outputs: What is read of them later.
+        seed: One of the inputs.
+        dim: Which of its dimensions the axis is.
+
+    Raises:
+        NotIndependent: If it is not independent; says which equation forbids it.
+        ValueError: If the dimension has a single element.
+
+    Example:
+        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w).sum())(jnp.ones((4, 2)), jnp.ones((2, 3))).jaxpr
+        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
+        >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]
+        (['dot_general', 'tanh', 'reduce_sum'], [Place(dim=0, unit=1)])
+    """
+    length = whole = seed.aval.shape[dim]
+    if length < 2:
+        raise ValueError(f"dimension {dim} of {seed.aval} has no slices")
+    while True:
+        walk = _Run(length, inputs)
+        try:
+            walk.cut[seed, Place(dim, whole // length)] = None
+            walk.states[seed] = Place(dim, whole // length)
+            for eqn in eqns:
+                walk.run(eqn)
+            return walk.axis(outputs)
+        except Coarser as finer:
+            length = finer.n_units
+
+
+def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0) -> Body:
+    """Follow an axis through a jaxpr inside an equation; some inputs may turn out to be needed in slices too.
+
+    Args:
+        closed: The jaxpr.
+        ins: How its inputs carry the axis.
+        n: Units of the axis.
+        wanted: How its outputs are to carry the axis at least.
+        order: The order of the derivative that it is.
+    """
+    jaxpr, ins = compat.open_jaxpr(closed), list(ins)
+    consts = tuple(getattr(closed, "consts", ()))
+    while True:
+        walk = _Inside(n, jaxpr.invars, order)
+        try:
+            for var, place in zip(jaxpr.invars, ins, strict=True):
+                walk.states[var] = place
+            for eqn in jaxpr.eqns:
+                walk.run(eqn)
+            outs = [walk.state(a) for a in jaxpr.outvars]
+            for i, (atom, place) in enumerate(zip(jaxpr.outvars, wanted, strict=False)):
+                if outs[i] is None and isinstance(place, Place):
+                    walk.place(atom, place)
+                    outs[i] = place
+                elif place is not None and outs[i] != place:
+                    raise NoRule(f"a result of the program inside is carried as {outs[i]} and as {place}")
+            return Body(jaxpr, consts, tuple(ins), tuple(walk.steps), tuple(outs))
+        except _Refined as more:
+            ins[jaxpr.invars.index(more.var)] = more.place
+
+
+class _Refined(Exception):
+    """An input of a body has to come in slices."""
+
+    def __init__(self, var: Any, place: Place) -> None:
+        super().__init__(str(place))
+        self.var, self.place = var, place
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """Equations followed one by one, in slices where an operand carries the axis."""
+
+    n: int
+    inputs: Sequence[Any]
+    order: int = 0
+    states: dict[Any, State] = field(init=False, default_factory=dict)
+    steps: list[Step] = field(init=False, default_factory=list)
+    makers: dict[Any, Any] = field(init=False, default_factory=dict)
+    placed: set[tuple[Any, Place]] = field(init=False, default_factory=set)
+    moving: set[Any] = field(init=False, default_factory=set)
+    """Variables that may have tangents."""
+
+    def __post_init__(self) -> None:
+        self.moving.update(v for v in self.inputs if is_inexact(v))
+
+    def state(self, atom: Any) -> State:
+        return self.states.get(atom) if compat.is_var(atom) else None
+
+    def run(self, eqn: Any) -> None:
+        self.makers.update((v, eqn) for v in eqn.outvars)
+        if eqn.primitive.name not in ZERO_TANGENT and any(a in self.moving for a in eqn.invars if compat.is_var(a)):
+            self.moving.update(v for v in eqn.outvars if is_inexact(v))
+        try:
+            self.take(eqn, [self.state(a) for a in eqn.invars])
+        except NoRule as why:
+            raise NotIndependent(eqn, str(why)) from None
+
+    def take(self, eqn: Any, ins: Sequence[State]) -> None:
+        raise NotImplementedError
+
+    def slice(self, eqn: Any, ins: Sequence[Place | None]) -> None:
+        """Let an equation run a slice at a time."""
+        if eqn.effects:
+            raise NoRule("its effect must happen once")
+        if any(eqn.params.get(p) is not None for p in ("sharding", "out_sharding")) and not _is_constraint(eqn):
+            raise NoRule("it says how its result is spread over devices")
+        follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, self.n, wanted, order), self.order)
+        if (rule := rule_of(eqn)) is not None:
+            held = Held(rule(eqn, ins, self.n), ())
+        elif (found := held_rule(eqn, ins, follow)) is not None:
+            held = found
+        else:
+            raise NoRule("it has no rule")
+        needs, outs = held.ruled
+        if any(isinstance(o, Total) and o.how != "sum" for o in outs) and eqn.invars[0] in self.moving:
+            raise NoRule("it takes the largest over the axis, and has a gradient")
+        for atom, has, need in zip(eqn.invars, ins, needs, strict=True):
+            if has is not None and has != need:
+                raise NoRule("it needs an operand along another dimension")
+            self.need(atom, need)
+        self.steps.append(Step(eqn, tuple(eqn.invars), tuple(needs), tuple(eqn.outvars), tuple(outs), held.bodies,
+                               held.rule))  # fmt: skip
+        self.states.update(zip(eqn.outvars, outs, strict=True))
+
+    def need(self, atom: Any, place: Place | None) -> None:
+        if place is not None and self.state(atom) is None:
+            self.place(atom, place)
+
+    def place(self, atom: Any, place: Place) -> None:
+        """Have a whole value in slices: made anew at the slice's shape where that is cheap, else sliced."""
+        if not compat.is_var(atom):
+            raise NoRule("a constant has the axis in its shape")
+        if (atom, place) in self.placed:
+            return
+        self.placed.add((atom, place))
+        eqn = self.makers.get(atom)
+        needs = _needs_at(eqn, place, self.n) if eqn is not None else None
+        if eqn is None or needs is None:
+            self.sliced(atom, place)
+            return
+        for a, need in zip(eqn.invars, needs, strict=True):
+            self.need(a, need)
+        self.steps.append(Step(eqn, tuple(eqn.invars), tuple(needs), tuple(eqn.outvars), (place,)))
+
+    def sliced(self, atom: Any, place: Place) -> None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class _Inside(_Walk):
+    """A body: all of its equations run in the slice, those that do not carry the axis whole."""
+
+    def take(self, eqn: Any, ins: Sequence[State]) -> None:
+        if any(isinstance(i, Total) for i in ins):
+            self.total(eqn, ins)
+        elif any(ins):
+            self.slice(eqn, [i for i in ins if not isinstance(i, Total)])
+        else:
+            self.whole(eqn, None)
+
+    def whole(self, eqn: Any, state: State) -> None:
+        if eqn.effects:
+            raise NoRule("its effect must happen once")
+        n_ins, n_outs = len(eqn.invars), len(eqn.outvars)
+        self.steps.append(Step(eqn, tuple(eqn.invars), (None,) * n_ins, tuple(eqn.outvars), (state,) * n_outs))
+        self.states.update(dict.fromkeys(eqn.outvars, state))
+
+    def total(self, eqn: Any, ins: Sequence[State]) -> None:
+        """What is linear may be done with a part of a sum."""
+        name, is_total = eqn.primitive.name, [isinstance(i, Total) for i in ins]
+        if any(isinstance(i, Place) or (isinstance(i, Total) and i.how != "sum") for i in ins):
+            raise NoRule("it reads a total over the axis, and what carries the axis")
+        is_linear = (
+            (name in LINEAR and not _narrows(eqn))
+            or (name in ("add", "sub", "add_any") and all(is_total))
+            or (name in ("mul", "dot_general") and sum(is_total) == 1)
+            or (name == "div" and is_total == [True, False])
+        )
+        if not is_linear:
+            raise NoRule("it reads a total over the axis before the axis ends")
+        self.whole(eqn, Total())
+
+    def sliced(self, atom: Any, place: Place) -> None:
+        if atom in self.inputs:
+            raise _Refined(atom, place)
+        self.steps.append(Step(None, (atom,), (None,), (atom,), (place,)))
+
+
+@dataclass(slots=True, eq=False)
+class _Run(_Walk):
+    """A run: what does not carry the axis runs before the slices, what reads totals after them."""
+
+    before: list[Any] = field(init=False, default_factory=list)
+    after: list[Any] = field(init=False, default_factory=list)
+    late: set[Any] = field(init=False, default_factory=set)
+    same: set[Any] = field(init=False, default_factory=set)
+    """What is made in the slices, and is the same in all of them."""
+    cut: dict[tuple[Any, Place], None] = field(init=False, default_factory=dict)
+    cast: set[Any] = field(init=False, default_factory=set)
+
+    def take(self, eqn: Any, ins: Sequence[State]) -> None:
+        reads = [a for a in eqn.invars if compat.is_var(a)]
+        is_late = any(isinstance(i, Total) for i in ins) or any(a in self.late for a in reads)
+        if eqn.effects:
+            raise NoRule("its effect must happen once")
+        if is_late and any(isinstance(i, Place) for i in ins):
+            raise NoRule("it reads a total over the axis, and what carries the axis")
+        if is_late or (not any(ins) and any(a in self.same for a in reads)):
+            self.after.append(eqn)
+            self.late.update(eqn.outvars)
+        elif any(ins):
+            self.slice(eqn, [i for i in ins if not isinstance(i, Total)])
+            self.same.update(v for v in eqn.outvars if self.states[v] is None)
+        else:
+            self.before.append(eqn)
+
+    def need(self, atom: Any, place: Place | None) -> None:
+        _Walk.need(self, atom, place)
+        eqn = self.makers.get(atom) if compat.is_var(atom) and place is None else None
+        is_cast = eqn is not None and eqn.primitive.name == "convert_element_type" and _narrows(eqn)
+        if is_cast and atom not in self.cast:
+            # weights are cast in each slice, so that their gradients are summed at their own precision
+            self.cast.add(atom)
+            self.steps.append(Step(eqn, tuple(eqn.invars), (None,), tuple(eqn.outvars), (None,)))
+
+    def place(self, atom: Any, place: Place) -> None:
+        if atom in self.late or atom in self.same:
+            raise NoRule("it reads a total over the axis, and what carries the axis")
+        _Walk.place(self, atom, place)
+
+    def sliced(self, atom: Any, place: Place) -> None:
+        self.cut[atom, place] = None
+
+    def axis(self, outputs: Sequence[Any]) -> Axis:
+        made = {v for step in self.steps for v, out in zip(step.writes, step.outs, strict=True) if out is None}
+        made.update(v for step in self.steps for v in step.writes if v in self.states)
+        reads = [a for s in self.steps for a, need in zip(s.reads, s.needs, strict=True)
+                 if need is None and compat.is_var(a) and a not in made]  # fmt: skip
+        wanted = {a for a in (*outputs, *reads, *(a for a, _ in self.cut)) if compat.is_var(a)}
+        wanted.update(a for eqn in self.after for a in eqn.invars if compat.is_var(a))
+        before = []
+        for eqn in reversed(self.before):
+            if any(v in wanted for v in eqn.outvars):
+                before.append(eqn)
+                wanted.update(a for a in eqn.invars if compat.is_var(a))
+        places = {v: self.states[v] for step in self.steps for v in step.writes if v in self.states}
+        return Axis(self.n, tuple(before[::-1]), tuple(self.cut), tuple(self.steps), tuple(self.after), places,
+                    tuple(dict.fromkeys(reads)))  # fmt: skip
+
+
+def _is_constraint(eqn: Any) -> bool:
+    return bool(eqn.primitive.name == "sharding_constraint")
+
+
+def _narrows(eqn: Any) -> bool:
+    """Whether an equation is a cast from floats to narrower ones."""
+    old, new = (a.aval.dtype for a in (eqn.invars[0], eqn.outvars[0]))
+    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return bool(are_floats and old.itemsize > new.itemsize)
+
+
+def _needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
+    """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
+    name, params = eqn.primitive.name, eqn.params
+    if eqn.effects or len(eqn.outvars) != 1 or params.get("sharding") is not None:
+        return None
+    shapes = [tuple(a.aval.shape) for a in eqn.invars]
+    if name in ELEMENTWISE:
+        has = [len(s) > place.dim and s[place.dim] == n * place.unit for s in shapes]
+        return tuple(place if h else None for h in has)
+    if name == "iota":
+        return ()
+    if name == "broadcast_in_dim" and len(shapes) == 1:
+        dims = tuple(params["broadcast_dimensions"])
+        is_read = place.dim in dims and shapes[0][dims.index(place.dim)] == n * place.unit
+        return (Place(dims.index(place.dim), place.unit) if is_read else None,)
+    if name == "transpose":
+        return (Place(params["permutation"][place.dim], place.unit),)
+    if name == "reshape" and len(shapes) == 1 and params.get("dimensions") is None:
+        try:
+            return (reshaped(place, tuple(eqn.outvars[0].aval.shape), shapes[0], n),)
+        except (NoRule, Coarser):
+            return None
+    return None

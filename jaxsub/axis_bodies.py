@@ -1,0 +1,298 @@
+"""How an independent axis runs through equations that hold jaxprs: calls, regions, loops, conditionals, rules.
+
+What a body does to the axis is followed as in the program outside (`jaxsub.axes`, which hands itself in as `Follow`). A
+loop's carry is followed until it carries the axis as it did a step before. `custom_jvp` and `custom_vjp` keep their
+rules: the rule is traced by JAX at the whole shape, as the derivative of the equation, and followed like any body. What
+a rule's rule does, where it calls the function again, is looked at for second derivatives, and from there on only once
+somebody takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsub import compat
+from jaxsub.axis_rules import NoRule, Place, Ruled, State, Total
+
+CHECKED_ORDERS = 2
+"""How often rules are differentiated when an axis is looked for: values, gradients and second derivatives are sure."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Body:
+    """A jaxpr along an axis.
+
+    Attributes:
+        jaxpr: It, at the whole shape.
+        consts: Its constants.
+        ins: How its inputs carry the axis.
+        steps: Its equations, in order, some made anew at a slice's shape.
+        outs: How its outputs carry the axis.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    ins: tuple[Place | None, ...]
+    steps: tuple[Step, ...]
+    outs: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """An equation that runs a slice at a time.
+
+    Attributes:
+        eqn: The equation at the whole shape; `None` where a whole value is sliced by the slice's number.
+        reads: Its operands.
+        needs: How each of them is to carry the axis.
+        writes: Its results.
+        outs: How they carry it.
+        bodies: The jaxprs it holds.
+        rule: What makes the bodies of its derivative rule, where it has one of its own.
+    """
+
+    eqn: Any
+    reads: tuple[Any, ...]
+    needs: tuple[Place | None, ...]
+    writes: tuple[Any, ...]
+    outs: tuple[State, ...]
+    bodies: tuple[Body, ...] = ()
+    rule: Callable[[], tuple[Body, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """What follows the axis through a body.
+
+    Attributes:
+        call: Given a jaxpr, how its inputs carry the axis, how outputs are to, and the order of the derivative it is.
+        order: The order of the derivative that the equation stands in.
+    """
+
+    call: Callable[[Any, Sequence[Place | None], Sequence[State], int], Body]
+    order: int = 0
+
+    def __call__(self, closed: Any, ins: Sequence[Place | None], wanted: Sequence[State] = (), more: int = 0) -> Body:
+        """Follow it; `more` orders of derivatives further in."""
+        return self.call(closed, ins, wanted, self.order + more)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What is needed of an equation's operands, what its results are, and its bodies."""
+
+    ruled: Ruled
+    bodies: tuple[Body, ...]
+    rule: Callable[[], tuple[Body, ...]] | None = field(default=None)
+
+
+def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held | None:
+    """Follow an axis through an equation that holds jaxprs; `None` if it holds none that is known."""
+    primitive, params = compat.unwrapped(eqn)
+    if (body := compat.inlined_body(eqn)) is not None:
+        return _call(follow(body, ins))
+    if primitive.name in compat.REGIONS:
+        return _call(follow(params["jaxpr"], ins))
+    rules = {"scan": _scan, "while": _while, "cond": _cond, "custom_jvp_call": _jvp, "custom_vjp_call": _vjp}
+    rule = rules.get(primitive.name)
+    return rule(eqn, ins, follow) if rule else None
+
+
+def _call(body: Body) -> Held:
+    return Held((body.ins, body.outs), (body,))
+
+
+def _merged(a: State, b: State) -> State:
+    if a is None or b is None or a == b:
+        return a or b
+    raise NoRule("its steps or branches carry the axis differently")
+
+
+def _moved(places: Iterable[State], by: int) -> list[Any]:
+    return [Place(p.dim + by, p.unit) if isinstance(p, Place) else p for p in places]
+
+
+def _looped(
+    body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow
+) -> tuple[Body, list[Place | None]]:
+    """A loop's body, its carry the same before and after a step."""
+    ins = list(ins)
+    while True:
+        carried = slice(n_consts, n_consts + n_carry)
+        found = follow(body, ins, ins[carried])
+        more = list(map(_merged, ins, found.ins))
+        after = [_merged(a, b) for a, b in zip(more[carried], found.outs, strict=False)]
+        if any(isinstance(a, Total) for a in after):
+            raise NoRule("it carries a total over the axis from step to step")
+        more[carried] = after
+        if more == ins:
+            return found, ins
+        ins = more
+
+
+def _scan(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    n_first = n_consts + n_carry
+    if any(place and place.dim == 0 for place in ins[n_first:]):
+        raise NoRule("it runs step by step along the axis")
+    inside = [*ins[:n_first], *_moved(ins[n_first:], -1)]
+    body, inside = _looped(eqn.params["jaxpr"], inside, n_consts, n_carry, follow)
+    needs = [*inside[:n_first], *_moved(inside[n_first:], 1)]
+    return Held((needs, [*body.outs[:n_carry], *_moved(body.outs[n_carry:], 1)]), (body,))
+
+
+def _while(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    ins = list(ins)
+    while True:
+        body, inside = _looped(params["body_jaxpr"], ins[n_cond:], n_body, len(ins) - n_cond - n_body, follow)
+        test = follow(params["cond_jaxpr"], [*ins[:n_cond], *inside[n_body:]])
+        if test.outs[0] is not None:
+            raise NoRule("how long it runs depends on the axis")
+        more = [*test.ins[:n_cond], *inside[:n_body], *test.ins[n_cond:]]
+        if more == ins:
+            return Held((ins, body.outs), (test, body))
+        ins = more
+
+
+def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    if ins[0] is not None:
+        raise NoRule("which branch runs depends on the axis")
+    inside, outs = list(ins[1:]), [None] * len(eqn.outvars)
+    while True:
+        bodies = tuple(follow(branch, inside, outs) for branch in eqn.params["branches"])
+        more, found = inside, outs
+        for body in bodies:
+            more, found = list(map(_merged, more, body.ins)), list(map(_merged, found, body.outs))
+        if (more, found) == (inside, outs):
+            return Held(([None, *inside], outs), bodies)
+        inside, outs = more, found
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether an atom, or an array, can have a tangent."""
+    return bool(jnp.issubdtype(getattr(getattr(atom, "aval", atom), "dtype", bool), jnp.inexact))
+
+
+def no_tangent(x: Any) -> np.ndarray:
+    """The tangent of what has none, such as integers."""
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
+def _function_of(eqn: Any) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
+    """An equation as a function of its operands, and their shapes."""
+    invars, outvars = ([compat.new_var(a.aval) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+    jaxpr = compat.make_jaxpr_of([eqn.replace(invars=invars, outvars=outvars)], invars, outvars)
+    return lambda *xs: jax.core.eval_jaxpr(jaxpr, (), *xs), [compat.shape_of(v.aval) for v in invars]
+
+
+def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    function, avals = _function_of(eqn)
+    can_move = [is_inexact(a) for a in avals]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        moving = iter(tangents)
+        outs, moved = jax.jvp(function, primals, [next(moving) if m else no_tangent(p)
+                                                  for p, m in zip(primals, can_move, strict=True)])  # fmt: skip
+        return [*outs, *(t for o, t in zip(outs, moved, strict=True) if is_inexact(o))]
+
+    trace = functools.cache(lambda: jax.make_jaxpr(jvp)(avals, [a for a, m in zip(avals, can_move, strict=True) if m]))
+
+    def derived(main: Body) -> tuple[Body, ...]:
+        moving = [p for p, m in zip(main.ins, can_move, strict=True) if m]
+        moved = [o for o, v in zip(main.outs, eqn.outvars, strict=True) if is_inexact(v)]
+        return (follow(trace(), (*main.ins, *moving), (*main.outs, *moved), 1),)
+
+    def more(main: Body, rules: tuple[Body, ...]) -> list[Any]:
+        found, tangents = list(rules[0].ins[: len(avals)]), iter(rules[0].ins[len(avals) :])
+        return [_merged(p, next(tangents)) if m else p for p, m in zip(found, can_move, strict=True)]
+
+    return _ruled(eqn, ins, follow, derived, more)
+
+
+def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    function, avals = _function_of(eqn)
+    trees: list[Any] = []
+
+    def forward(*primals: Any) -> list[Any]:
+        outs, pullback = jax.vjp(function, *primals)
+        leaves, tree = jax.tree.flatten(pullback)
+        trees.append(tree)
+        return [*outs, *leaves]
+
+    def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        given = iter(cotangents)
+        cts = [next(given) if is_inexact(v) else no_tangent(v.aval) for v in eqn.outvars]
+        return [c for c, a in zip(jax.tree.unflatten(trees[-1], leaves)(cts), avals, strict=True) if is_inexact(a)]
+
+    @functools.cache
+    def trace() -> tuple[Any, Any]:
+        closed = jax.make_jaxpr(forward)(*avals)
+        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals[len(eqn.outvars) :]]
+        return closed, jax.make_jaxpr(backward)(leaves, [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)])
+
+    def derived(main: Body) -> tuple[Body, ...]:
+        results = [o for o, v in zip(main.outs, eqn.outvars, strict=True) if is_inexact(v)]
+        if any(o is None for o in results):
+            raise NoRule("a result of what has its own backward pass is the same for the whole axis")
+        closed_forward, closed_backward = trace()
+        first = follow(closed_forward, main.ins, main.outs, 1)
+        kept = first.outs[len(eqn.outvars) :]
+        if any(isinstance(k, Total) for k in kept):
+            raise NoRule("its backward pass reads a total over the axis")
+        cotangents = [o if isinstance(o, Place) else None for o in results]
+        wanted = [p for p, a in zip(main.ins, avals, strict=True) if is_inexact(a)]
+        second = follow(closed_backward, (*kept, *cotangents), wanted, 1)
+        for out, place, atom in zip(second.outs, wanted, second.jaxpr.outvars, strict=True):
+            if place is None and not isinstance(out, Total) and not _is_zero(second.jaxpr, atom):
+                raise NoRule("the gradient of what it reads whole is no sum over the axis")
+        if second.ins != (*kept, *cotangents):
+            raise NoRule("its backward pass needs more along the axis than its forward pass")
+        return first, second
+
+    return _ruled(eqn, ins, follow, derived, lambda main, rules: list(rules[0].ins))
+
+
+def _ruled(
+    eqn: Any,
+    ins: Sequence[Place | None],
+    follow: Follow,
+    derived: Callable[[Body], tuple[Body, ...]],
+    more: Callable[[Body, tuple[Body, ...]], list[Any]],
+) -> Held:
+    """The function and its rule, both along the axis; rules of high orders only when they are asked for."""
+    ins = tuple(ins)
+    while True:
+        main = follow(eqn.params["call_jaxpr"], ins)
+        if main.ins == ins and follow.order >= CHECKED_ORDERS:
+            break
+        found = tuple(more(main, derived(main))) if main.ins == ins else main.ins
+        if found == ins:
+            break
+        ins = found
+
+    @functools.cache
+    def rule() -> tuple[Body, ...]:
+        found = derived(main)
+        if tuple(more(main, found)) != main.ins:
+            raise NoRule("its derivative rule needs more along the axis than the function")
+        return found
+
+    return Held((main.ins, main.outs), (main,), rule)
+
+
+def _is_zero(jaxpr: Any, atom: Any) -> bool:
+    """Whether an output of a jaxpr is zeros."""
+    if not compat.is_var(atom):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    maker = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
+    is_copy = maker is not None and maker.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
+    return is_copy and _is_zero(jaxpr, maker.invars[0])

@@ -1,0 +1,414 @@
+"""Which dimension of each operand and result carries an independent axis: one rule for each primitive.
+
+An axis of `n` units runs through an equation where the equation treats it as a batch: what it does for some units it
+does without the others. A `Place` says which dimension of a value carries the axis, and how many elements stand there
+for one unit (after a reshape that merged a dimension behind it into it, more than one). A `Total` is a result that the
+slices add up to. A rule is given the places of an equation's operands, `None` for those that do not carry the axis, at
+least one of which does, and says what it needs of each operand (it may ask for one of them in slices too) and where its
+results carry the axis. It refuses with `NoRule` and is exact: a slice's result is the slice of the result, to the last
+bit but for the order of sums.
+
+Primitives that hold jaxprs are `jaxsub.axes`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxsub import compat
+
+
+class NoRule(Exception):
+    """Why an equation does not let the axis through."""
+
+
+class Coarser(Exception):
+    """A reshape cuts inside of units: the axis is independent in no more than `n_units`."""
+
+    def __init__(self, n_units: int) -> None:
+        super().__init__(n_units)
+        self.n_units = n_units
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The dimension of a value that carries the axis, and its elements for each unit."""
+
+    dim: int
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What slices of a result are put together with: `sum`, `max` or `min`."""
+
+    how: str = "sum"
+
+
+State = Place | Total | None
+Ruled = tuple[Sequence[Place | None], Sequence[State]]
+"""What is needed of each operand, and what each result is."""
+Rule = Callable[[Any, Sequence[Place | None], int], Ruled]
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
+    "conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
+    "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min "
+    "mul mulhi name ne neg nextafter not or polygamma population_count pow real reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta.split(".split()
+)
+"""Each element of a result is made of the elements at its place."""
+
+LINALG = frozenset("cholesky triangular_solve lu qr eigh eig svd schur householder_product geqrf".split())
+"""What works on the matrices in the last two dimensions of its first operand, one by one."""
+
+WINDOWS = frozenset(
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
+    "select_and_gather_add".split()
+)
+
+
+def rule_of(eqn: Any) -> Rule | None:
+    """The rule of an equation's primitive, if it has one and no jaxpr inside.
+
+    Example:
+        >>> import jax
+        >>> eqn = jax.make_jaxpr(jax.numpy.transpose)(jax.numpy.ones((2, 3))).eqns[0]
+        >>> rule_of(eqn)(eqn, [Place(0)], 2)
+        ([Place(dim=0, unit=1)], [Place(dim=1, unit=1)])
+    """
+    name = compat.unwrapped(eqn)[0].name
+    if name in ELEMENTWISE:
+        return _elementwise
+    if name in LINALG:
+        return _linalg
+    if name in WINDOWS:
+        return _window
+    if name.startswith("scatter"):
+        return _scatter
+    return RULES.get(name)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _one(ins: Sequence[Place | None]) -> Place:
+    """The place that all operands which carry the axis agree on."""
+    places = {place for place in ins if place is not None}
+    if len(places) > 1:
+        raise NoRule("its operands carry the axis in different dimensions")
+    return places.pop()
+
+
+def _alike(eqn: Any, ins: Sequence[Place | None], n: int) -> tuple[Place, list[Place | None]]:
+    """The operands' one place, and what is needed of each: the same where it has the axis in its shape."""
+    place = _one(ins)
+    shapes = map(_shape, eqn.invars)
+    return place, [place if len(s) > place.dim and s[place.dim] == n * place.unit else None for s in shapes]
+
+
+def _elementwise(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, needs = _alike(eqn, ins, n)
+    return needs, [place] * len(eqn.outvars)
+
+
+def _bitcast(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    if _shape(eqn.invars[0]) != _shape(eqn.outvars[0]):
+        raise NoRule("it splits or joins elements")
+    return _elementwise(eqn, ins, n)
+
+
+def _apart(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    """Results that are their operands."""
+    return list(ins), list(ins)
+
+
+def _broadcast(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _first_only(ins)
+    return list(ins), [Place(eqn.params["broadcast_dimensions"][place.dim], place.unit)]
+
+
+def _first_only(ins: Sequence[Place | None]) -> Place:
+    """The first operand's place, where no other operand carries the axis."""
+    place, *rest = ins
+    if place is None or any(rest):
+        raise NoRule("what says where it works carries the axis")
+    return place
+
+
+def _reshape(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _first_only(ins)
+    if eqn.params.get("dimensions") is not None:
+        raise NoRule("it transposes too")
+    return list(ins), [reshaped(place, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), n)]
+
+
+def reshaped(place: Place, old: tuple[int, ...], new: tuple[int, ...], n: int) -> Place:
+    """Where a reshape leaves the axis: in the dimension before which as many elements stand as before it now.
+
+    Example:
+        >>> reshaped(Place(0), (8, 4, 3), (32, 3), 8)
+        Place(dim=0, unit=4)
+    """
+    before = math.prod(old[: place.dim])
+    for dim, size in enumerate(new):
+        if math.prod(new[:dim]) == before and size > 1:
+            behind = math.prod(new[dim + 1 :])
+            unit, rest = divmod(place.unit * math.prod(old[place.dim + 1 :]), behind)
+            if rest == 0 and unit * n == size:
+                return Place(dim, unit)
+            if math.gcd(n, size) > 1:
+                raise Coarser(math.gcd(n, size))
+    raise NoRule("it mixes the axis with a dimension in front of it")
+
+
+def _transpose(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _one(ins)
+    return list(ins), [Place(tuple(eqn.params["permutation"]).index(place.dim), place.unit)]
+
+
+def _without(place: Place, dims: Sequence[int]) -> Place:
+    return Place(place.dim - sum(d < place.dim for d in dims), place.unit)
+
+
+def _squeeze(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    return list(ins), [_without(_one(ins), eqn.params["dimensions"])]
+
+
+def _stack(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, needs = _alike(eqn, ins, n)
+    return needs, [Place(place.dim + (place.dim >= eqn.params["axis"]), place.unit)]
+
+
+def _unstack(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _other_than(ins, [eqn.params["axis"]], "takes it apart along the axis")
+    return list(ins), [_without(place, [eqn.params["axis"]])] * len(eqn.outvars)
+
+
+def _other_than(ins: Sequence[Place | None], dims: Sequence[int], why: str) -> Place:
+    place = _one(ins)
+    if place.dim in dims:
+        raise NoRule(f"it {why}")
+    return place
+
+
+def _along(param: str, why: str) -> Rule:
+    """The rule of what works along one dimension, or several, and returns what has the shape of its operands."""
+
+    def rule(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+        dims = eqn.params[param]
+        _other_than(ins, [dims] if isinstance(dims, int) else dims, why)
+        return _elementwise(eqn, ins, n)
+
+    return rule
+
+
+def _reduce(how: str | None) -> Rule:
+    """The rule of a reduction, and how its results over slices are put together, if they can be."""
+
+    def rule(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+        place = _one(ins)
+        if place.dim not in eqn.params["axes"]:
+            return list(ins), [_without(place, eqn.params["axes"])]
+        if how is None:
+            raise NoRule("it reduces over the axis, and not by a sum")
+        return list(ins), [Total(how)]
+
+    return rule
+
+
+def _general_reduce(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    half = len(ins) // 2
+    if any(ins[half:]):
+        raise NoRule("what it starts from carries the axis")
+    place = _other_than(ins, eqn.params["dimensions"], "reduces over the axis by a function of the user's")
+    return [place] * half + [None] * half, [_without(place, eqn.params["dimensions"])] * len(eqn.outvars)
+
+
+def _pad(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _first_only(ins)
+    if tuple(eqn.params["padding_config"][place.dim]) != (0, 0, 0):
+        raise NoRule("it pads along the axis")
+    return list(ins), [place]
+
+
+def _slice(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, shape = _first_only(ins), _shape(eqn.invars[0])
+    if _shape(eqn.outvars[0])[place.dim] != shape[place.dim]:
+        raise NoRule("it takes a part of the axis")
+    return list(ins), [place]
+
+
+def _update(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _one(ins[:2]) if any(ins[:2]) else None
+    if place is None or any(ins[2:]):
+        raise NoRule("what says where it works carries the axis")
+    operand, update = map(_shape, eqn.invars[:2])
+    if update[place.dim] != operand[place.dim]:
+        raise NoRule("it writes a part of the axis")
+    return [place, place, *ins[2:]], [place]
+
+
+def _tile(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place = _one(ins)
+    if _shape(eqn.outvars[0])[place.dim] != n * place.unit:
+        raise NoRule("it repeats the axis")
+    return list(ins), [place]
+
+
+def _top_k(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    last = len(_shape(eqn.invars[0])) - 1
+    place = _other_than(ins, [eqn.params.get("axis", last) % (last + 1)], "looks for the largest along the axis")
+    return list(ins), [place] * len(eqn.outvars)
+
+
+def _window(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, needs = _alike(eqn, ins, n)
+    plain = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
+    for param, value in plain.items():
+        if param in eqn.params and eqn.params[param] and eqn.params[param][place.dim] != value:
+            raise NoRule("its window reaches along the axis")
+    return needs, [place] * len(eqn.outvars)
+
+
+def _fft(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, ndim = _one(ins), len(_shape(eqn.invars[0]))
+    if place.dim >= ndim - len(eqn.params["fft_lengths"]):
+        raise NoRule("it transforms along the axis")
+    return list(ins), [place]
+
+
+def _linalg(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, needs = _alike(eqn, ins, n)
+    if place.dim >= len(_shape(eqn.invars[0])) - 2:
+        raise NoRule("it works on matrices along the axis")
+    return needs, [place] * len(eqn.outvars)
+
+
+def _dot(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    contracted, batch = eqn.params["dimension_numbers"]
+    sides = []
+    for operand, cs, bs in zip(eqn.invars, contracted, batch, strict=True):
+        sides.append([d for d in range(len(_shape(operand))) if d not in cs and d not in bs])
+    for here, place in enumerate(ins):
+        if place is None:
+            continue
+        there, needs = 1 - here, list(ins)
+        for paired, result in ((batch, None), (contracted, Total())):
+            if place.dim in paired[here]:
+                at = tuple(paired[here]).index(place.dim)
+                needs[there] = Place(paired[there][at], place.unit)
+                if ins[there] not in (None, needs[there]):
+                    raise NoRule("its operands carry the axis in different dimensions")
+                return needs, [result or Place(at, place.unit)]
+        if ins[there] is None:
+            first = len(batch[0]) + (len(sides[0]) if here else 0)
+            return needs, [Place(first + sides[here].index(place.dim), place.unit)]
+    raise NoRule("it multiplies every part of the axis with every other")
+
+
+def _conv(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    params, (left, right) = eqn.params, ins
+    dims = params["dimension_numbers"]
+    is_grouped = params["feature_group_count"] != 1
+    if params["batch_group_count"] != 1:
+        raise NoRule("its batch stands in groups")
+    if right is None and left is not None and left.dim == dims.lhs_spec[0]:
+        return list(ins), [Place(dims.out_spec[0], left.unit)]
+    if left is None and right is not None and right.dim == dims.rhs_spec[0] and not is_grouped:
+        return list(ins), [Place(dims.out_spec[1], right.unit)]
+    unit = (left or right or Place(0)).unit
+    needs = [Place(dims.lhs_spec[1], unit), Place(dims.rhs_spec[1], unit)]
+    if is_grouped or any(a not in (None, b) for a, b in zip(ins, needs, strict=True)):
+        raise NoRule("it convolves along the axis")
+    return needs, [Total()]
+
+
+def _gather(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    dims, (operand, indices) = eqn.params["dimension_numbers"], ins
+    pairs = list(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
+    shape, n_indices = _shape(eqn.invars[0]), len(_shape(eqn.invars[1])) - 1
+    batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
+    for a, b in pairs:
+        if (operand and operand.dim == a) or (indices and indices.dim == b):
+            unit = (operand or indices or Place(0)).unit
+            needs = [Place(a, unit), Place(b, unit)]
+            if any(x not in (None, y) for x, y in zip(ins, needs, strict=True)):
+                raise NoRule("its operands carry the axis in different dimensions")
+            return needs, [Place(batch[b], unit)]
+    if operand is None and indices is not None and indices.dim < n_indices:
+        return list(ins), [Place(batch[indices.dim], indices.unit)]
+    if indices is not None or operand is None:
+        raise NoRule("its indices and what they point into carry the axis")
+    d, taken = operand.dim, eqn.params["slice_sizes"]
+    if d in dims.collapsed_slice_dims or d in dims.start_index_map or taken[d] != shape[d]:
+        raise NoRule("it takes elements along the axis")
+    window = [k for k in range(len(shape)) if k not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)]
+    return list(ins), [Place(dims.offset_dims[window.index(d)], operand.unit)]
+
+
+def _scatter(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    dims, place = eqn.params["dimension_numbers"], next(p for p in ins if p is not None)
+    operand, _, updates = map(_shape, eqn.invars)
+    pairs = dict(zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True))
+    window = [d for d in range(len(operand)) if d not in (*dims.inserted_window_dims, *pairs)]
+    scattered = [d for d in range(len(updates)) if d not in dims.update_window_dims]
+    found: list[tuple[Place, Place | None, Place]] = [
+        (Place(a, place.unit), Place(b, place.unit), Place(scattered[b], place.unit)) for a, b in pairs.items()
+    ]
+    found += [
+        (Place(d, place.unit), None, Place(u, place.unit))
+        for d, u in zip(window, dims.update_window_dims, strict=True)
+        if updates[u] == operand[d] and d not in dims.scatter_dims_to_operand_dims
+    ]
+    for needs in found:
+        if all(a is None or a == b for a, b in zip(ins, needs, strict=True)):
+            return needs, [needs[0]]
+    raise NoRule("it writes elements along the axis")
+
+
+def _constraint(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    place, spec = _one(ins), getattr(eqn.params["sharding"], "spec", None)
+    if spec is None or (len(spec) > place.dim and spec[place.dim] is not None):
+        raise NoRule("it splits the axis over devices")
+    return list(ins), [place]
+
+
+RULES: dict[str, Rule] = {
+    "bitcast_convert_type": _bitcast,
+    "optimization_barrier": _apart,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
+    "rev": _along("dimensions", "turns the axis round"),
+    "concatenate": _along("dimension", "joins arrays along the axis"),
+    "split": _along("axis", "splits the axis"),
+    "sort": _along("dimension", "sorts along the axis"),
+    **{f"cum{kind}": _along("axis", "runs along the axis") for kind in ("sum", "prod", "max", "min", "logsumexp")},
+    "reduce_sum": _reduce("sum"),
+    "reduce_max": _reduce("max"),
+    "reduce_min": _reduce("min"),
+    "reduce_or": _reduce("max"),
+    "reduce_and": _reduce("min"),
+    **{name: _reduce(None) for name in ("reduce_prod", "reduce_xor", "argmax", "argmin")},
+    "reduce": _general_reduce,
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "dynamic_update_slice": _update,
+    "tile": _tile,
+    "top_k": _top_k,
+    "fft": _fft,
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    "sharding_constraint": _constraint,
+}

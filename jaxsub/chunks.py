@@ -1,0 +1,260 @@
+"""A run of equations executed a slice of an independent axis at a time.
+
+`sliced` makes a function of a run and its `Axis` (`jaxsub.axes`): equations before the axis run once, then a scan over
+slices of what carries it, each slice a `jax.checkpoint` region, then equations that read totals. Where the count does
+not divide the axis a shorter slice follows. `jaxsub.at_slice` evaluates equations at a slice's shape.
+
+**What changes in rounding.** Sums over the axis are sums of the slices' sums; nothing else changes. Results narrower
+than 32 bits are summed in float32, and rounded once.
+
+**Gradients in the forward pass.** Where the only result that a tangent reaches is one scalar sum, a loss, the
+derivative rule makes each slice's gradient right behind its forward pass: no slice is recomputed. It is a `custom_jvp`
+rule whose tangent is the inner product of these gradients and the tangents that come in, so reverse mode scales them by
+the cotangent; forward mode and batches are right as well. Second derivatives differentiate the rule: a scan of
+checkpointed slices. Where other results have tangents, or several sums, the rule is the scan's own. Which it is, is
+known when the derivative is taken: the rule is told what has no tangent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxsub import compat
+from jaxsub.at_slice import At, Env, evaluate, read
+from jaxsub.axes import Axis
+from jaxsub.axis_bodies import Step, is_inexact, no_tangent
+from jaxsub.axis_rules import Place, State, Total
+from jaxsub.program import ZERO_TANGENT
+
+Values = tuple[Any, ...]
+
+
+def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int) -> Callable[..., Values]:
+    """A run as a function of its inputs that executes it in slices.
+
+    Args:
+        axis: The axis, followed through the run.
+        inputs: The variables that the function's arguments are.
+        outputs: The variables that it returns.
+        count: In how many slices, at most.
+
+    Example:
+        >>> from jaxsub.axes import follow
+        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x).sum())(jnp.ones(6)).jaxpr
+        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
+        >>> round(float(sliced(axis, jaxpr.invars, jaxpr.outvars, 3)(jnp.ones(6))[0]), 4)
+        5.0488
+    """
+    wanted = _results(axis, outputs)
+    slices = _differentiable(_Slices(axis, wanted, -(-axis.length // count)))
+
+    def call(*args: Any) -> Values:
+        env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
+        evaluate([_plainly(eqn) for eqn in axis.before], env, None)
+        made = slices(*(env[v, None] for v, _ in axis.cut), *(env[v, None] for v in axis.reads))
+        env.update({(v, None): x for v, x in zip(wanted, made, strict=True)})
+        evaluate([_plainly(eqn) for eqn in axis.after], env, None)
+        return tuple(read(env, a, None) for a in outputs)
+
+    return call
+
+
+def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What is read behind the slices of what they make."""
+    read = dict.fromkeys(a for a in (*outputs, *(a for e in axis.after for a in e.invars)) if compat.is_var(a))
+    return tuple(v for v in read if v in axis.places)
+
+
+def _plainly(eqn: Any) -> Step:
+    return Step(eqn, tuple(eqn.invars), (None,) * len(eqn.invars), tuple(eqn.outvars), (None,) * len(eqn.outvars))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slices:
+    """All slices as one function of what is cut and what each of them reads whole."""
+
+    axis: Axis
+    wanted: tuple[Any, ...]
+    size: int
+
+    def states(self) -> list[State]:
+        return [self.axis.places[v] for v in self.wanted]
+
+    def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
+        """One slice's results."""
+        env: Env = dict(zip(self.axis.cut, parts, strict=True))
+        env.update({(v, None): x for v, x in zip(self.axis.reads, wholes, strict=True)})
+        evaluate(self.axis.steps, env, At(start, size))
+        states = zip(self.wanted, self.states(), strict=True)
+        return tuple(env[v, s if isinstance(s, Place) else None] for v, s in states)
+
+    def __call__(self, *args: Any) -> Values:
+        def step(start: Any, size: int, parts: Values, wholes: Values) -> tuple[Values, Values]:
+            return self.one(start, size, parts, wholes), ()
+
+        return self.run(step, self.split(args))[0]
+
+    def split(self, args: Sequence[Any]) -> tuple[Values, Values]:
+        n = len(self.axis.cut)
+        return tuple(args[:n]), tuple(args[n:])
+
+    def run(
+        self, step: Callable[..., tuple[Values, Values]], args: tuple[Values, Values], sums: Sequence[Any] = ()
+    ) -> tuple[Values, Values]:
+        """Run a step over all slices, the last of them shorter.
+
+        Args:
+            step: A function of where a slice starts, its size, its parts and what is read whole, that returns results
+                and more values: as many as are cut, sliced alike, or sums. Regions stand round it.
+            args: What is cut, and what is read whole.
+            sums: `Place` of each of these values, or its shape and dtype where it is summed.
+        """
+        cut, wholes = args
+        states: list[Any] = [*self.states(), *(s if isinstance(s, Place) else Total() for s in sums)]
+        avals = [*(v.aval for v in self.wanted), *(None if isinstance(s, Place) else s for s in sums)]
+        n, rest = divmod(self.axis.length, self.size)
+        places = [place for _, place in self.axis.cut]
+
+        def put(totals: Values, found: Sequence[Any]) -> tuple[Values, Values]:
+            pairs = list(zip(found, states, strict=True))
+            parts = [(x, s) for x, s in pairs if not isinstance(s, Place)]
+            joined = tuple(_joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
+            return joined, tuple(x for x, s in pairs if isinstance(s, Place))
+
+        def body(totals: Values, x: Any) -> tuple[Values, Values]:
+            region = compat.checkpoint(lambda start, parts, *w: step(start, self.size, parts, w), prevent_cse=False)
+            results, more = region(*x, *wholes)
+            return put(totals, (*results, *more))
+
+        firsts = tuple(_first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
+        head = tuple(_stacked(x, p, n, self.size) for x, p in zip(cut, places, strict=True))
+        totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
+        carried = [s for s in states if isinstance(s, Place)]
+        found = [_flat(y, p) for y, p in zip(ys, carried, strict=True)]
+        if rest:
+            tail = tuple(jax.lax.slice_in_dim(x, n * self.size * p.unit, None, axis=p.dim)
+                         for x, p in zip(cut, places, strict=True))  # fmt: skip
+            region = compat.checkpoint(lambda parts, *w: step(n * self.size, rest, parts, w))
+            results, more = region(tail, *wholes)
+            totals, last = put(totals, (*results, *more))
+            found = [jnp.concatenate(pair, p.dim) for *pair, p in zip(found, last, carried, strict=True)]
+        done, arrays = iter(totals), iter(found)
+        values = [next(arrays) if isinstance(s, Place) else next(done) for s in states]
+        k = len(self.wanted)
+        return tuple(x.astype(v.aval.dtype) for x, v in zip(values[:k], self.wanted, strict=True)), tuple(values[k:])
+
+
+def _differentiable(slices: _Slices) -> Callable[..., Values]:
+    """The slices, the gradient of one scalar sum made in the forward pass."""
+
+    @jax.custom_jvp
+    def call(*args: Any) -> Values:
+        return slices(*args)
+
+    def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
+        active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        moving = _moving(slices, active)
+        losses = [i for i in moving if isinstance(slices.states()[i], Total) and slices.wanted[i].aval.shape == ()]
+        is_real = all(jnp.issubdtype(primals[i].dtype, jnp.floating) for i in active)
+        if is_real and len(losses) == 1 == len(moving):
+            outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], losses[0])
+            found = {losses[0]: moved}
+        else:
+            outs, all_moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)), [primals[i] for i in active],
+                                      [tangents[i] for i in active])  # fmt: skip
+            found = {i: all_moved[i] for i in moving}
+        return outs, tuple(found[i] if i in found else _zero(o) for i, o in enumerate(outs))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
+def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:
+    """Which results have tangents where these arguments have."""
+    axis = slices.axis
+    keys = [*axis.cut, *((v, None) for v in axis.reads)]
+    moving = {keys[i] for i in active}
+    for step in axis.steps:
+        is_moving = any((a, n) in moving for a, n in zip(step.reads, step.needs, strict=True) if compat.is_var(a))
+        if is_moving and (step.eqn is None or step.eqn.primitive.name not in ZERO_TANGENT):
+            moving.update((v, o if isinstance(o, Place) else None)
+                          for v, o in zip(step.writes, step.outs, strict=True) if is_inexact(v))  # fmt: skip
+    states = zip(slices.wanted, slices.states(), strict=True)
+    return [i for i, (v, s) in enumerate(states) if (v, s if isinstance(s, Place) else None) in moving]
+
+
+def _with_gradient(
+    slices: _Slices, primals: Values, active: Sequence[int], tangents: Sequence[Any], loss: int
+) -> tuple[Values, Any]:
+    """The results, and the tangent of the loss by its gradient."""
+    n_cut = len(slices.axis.cut)
+
+    def step(start: Any, size: int, parts: Values, wholes: Values) -> tuple[Values, Values]:
+        given = (*parts, *wholes)
+
+        def scalar(*moving: Any) -> tuple[Any, Values]:
+            outs = slices.one(start, size, *slices.split(_put(given, active, moving)))
+            return outs[loss], outs
+
+        gradient = jax.value_and_grad(scalar, tuple(range(len(active))), has_aux=True)
+        (_, outs), gradients = gradient(*(given[i] for i in active))
+        return outs, gradients
+
+    kinds = [slices.axis.cut[i][1] if i < n_cut else jax.ShapeDtypeStruct(primals[i].shape, primals[i].dtype)
+             for i in active]  # fmt: skip
+    outs, gradients = slices.run(step, slices.split(primals), kinds)
+    moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
+    wide = _wide(outs[loss].dtype)
+    return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
+
+
+def _put(args: Sequence[Any], places: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+    found = dict(zip(places, xs, strict=True))
+    return [found.get(i, x) for i, x in enumerate(args)]
+
+
+def _zero(x: Any) -> Any:
+    return jnp.zeros_like(x) if is_inexact(x) else no_tangent(x)
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums of a type are kept in."""
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def _first(aval: Any, state: State) -> Any:
+    """What a total starts from."""
+    if state is None or state == Total("sum"):
+        return jnp.zeros(aval.shape, _wide(aval.dtype) if state else aval.dtype)
+    is_max = state == Total("max")
+    if aval.dtype == jnp.bool_:
+        return jnp.full(aval.shape, not is_max)
+    least, most = (-jnp.inf, jnp.inf) if is_inexact(aval) else (jnp.iinfo(aval.dtype).min, jnp.iinfo(aval.dtype).max)
+    return jnp.full(aval.shape, least if is_max else most, aval.dtype)
+
+
+def _joined(total: Any, part: Any, state: State) -> Any:
+    if state is None:
+        return part
+    if state == Total("sum"):
+        return total + part.astype(total.dtype)
+    return jnp.maximum(total, part) if state == Total("max") else jnp.minimum(total, part)
+
+
+def _stacked(x: Any, place: Place, n: int, size: int) -> Any:
+    """The first `n` slices of an array, stacked."""
+    whole = jax.lax.slice_in_dim(x, 0, n * size * place.unit, axis=place.dim)
+    shape = (*x.shape[: place.dim], n, size * place.unit, *x.shape[place.dim + 1 :])
+    return jnp.moveaxis(whole.reshape(shape), place.dim, 0)
+
+
+def _flat(ys: Any, place: Place) -> Any:
+    """Stacked slices as one array."""
+    moved = jnp.moveaxis(ys, 0, place.dim)
+    return moved.reshape((*moved.shape[: place.dim], -1, *moved.shape[place.dim + 2 :]))
