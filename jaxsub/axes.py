@@ -40,8 +40,8 @@ class NotIndependent(UnsupportedError):
         reason: Why.
     """
 
-    def __init__(self, eqn: Any, reason: str) -> None:
-        line = compat.source_of(eqn)
+    def __init__(self, eqn: Any, reason: str, around: Any = None) -> None:
+        line = compat.source_of(eqn) or (compat.source_of(around) if around is not None else "")
         super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
         self.eqn, self.reason = eqn, reason
 
@@ -172,6 +172,10 @@ class _Walk:
             self.take(eqn, [self.state(a) for a in eqn.invars])
         except NoRule as why:
             raise NotIndependent(eqn, str(why)) from None
+        except NotIndependent as inner:
+            if compat.source_of(inner.eqn):
+                raise
+            raise NotIndependent(inner.eqn, inner.reason, eqn) from None
 
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         raise NotImplementedError

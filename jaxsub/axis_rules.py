@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxsub import compat
 
 
@@ -202,7 +204,7 @@ def _along(param: str, why: str) -> Rule:
 
     def rule(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
         dims = eqn.params[param]
-        _other_than(ins, [dims] if isinstance(dims, int) else dims, why)
+        _other_than(ins, np.atleast_1d(dims).tolist(), why)
         return _elementwise(eqn, ins, n)
 
     return rule

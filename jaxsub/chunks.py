@@ -30,6 +30,7 @@ from jaxsub.at_slice import At, Env, evaluate, read
 from jaxsub.axes import Axis
 from jaxsub.axis_bodies import Step, is_inexact, no_tangent
 from jaxsub.axis_rules import Place, State, Total
+from jaxsub.flops import bodies_of
 from jaxsub.program import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -52,7 +53,8 @@ def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int
         5.0488
     """
     wanted = _results(axis, outputs)
-    slices = _differentiable(_Slices(axis, wanted, -(-axis.length // count)))
+    plainly = _Slices(axis, wanted, -(-axis.length // count))
+    slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
         env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
@@ -85,6 +87,16 @@ class _Slices:
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
+
+    def has_loss(self) -> bool:
+        """Whether there is a scalar sum to make the gradient of in the forward pass.
+
+        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose.
+        """
+        eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
+        has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
+                      for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
+        return has_sum and not any(map(_holds_cond, eqns))
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
@@ -212,6 +224,10 @@ def _with_gradient(
     moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
+
+
+def _holds_cond(eqn: Any) -> bool:
+    return eqn.primitive.name == "cond" or any(_holds_cond(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _put(args: Sequence[Any], places: Sequence[int], xs: Sequence[Any]) -> list[Any]:

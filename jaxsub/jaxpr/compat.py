@@ -353,9 +353,10 @@ def inlined_body(eqn: Any) -> Any | None:
 
 
 def within(eqn: Any, caller: Any) -> Any:
-    """The source information of an inlined equation, standing in the named scopes of its caller too."""
+    """The source information of an inlined equation, in its caller's scopes; the caller's line where it has none."""
     info, outer = eqn.source_info, caller.source_info
-    return info.replace(name_stack=outer.name_stack + info.name_stack)
+    traceback = info.traceback if source_of(eqn) else outer.traceback
+    return info.replace(name_stack=outer.name_stack + info.name_stack, traceback=traceback)
 
 
 def source_of(eqn: Any) -> str:

@@ -1,0 +1,200 @@
+"""Which axes are independent: rules one by one, what ends a run, and what is never chunked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxsub import axis_rules
+from jaxsub.axes import NotIndependent, follow
+from jaxsub.axis_rules import Place, Total
+from jaxsub.chunks import sliced
+from jaxsub.program import flatten_jaxpr
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(6, 4, 3)), jnp.float32)
+M = jnp.asarray(RNG.normal(size=(6, 4, 4)), jnp.float32)
+IDX = jnp.asarray(RNG.integers(0, 4, size=(6, 4)))
+IMAGES = jnp.asarray(RNG.normal(size=(6, 8, 8, 2)), jnp.float32)
+KERNEL = jnp.asarray(RNG.normal(size=(3, 3, 2, 4)), jnp.float32)
+
+
+def along(f, *args, seed=0, dim=0):
+    """The axis of a function from one dimension of an argument on, and the function in slices of it."""
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    eqns, invars, outvars, consts = flatten_jaxpr(closed)
+    axis = follow(eqns, invars, outvars, invars[len(consts) + seed], dim)
+
+    def chunked(count):
+        run = sliced(axis, invars, outvars, count)
+        return lambda *xs: jax.tree.unflatten(jax.tree.structure(shapes), run(*consts, *xs))
+
+    return axis, chunked
+
+
+def conv(x, k, **params):
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **params)
+
+
+def looped(x):
+    return lax.fori_loop(0, 3, lambda i, y: jnp.sin(y) * (i + 1), x)
+
+
+def branched(x, flag):
+    return lax.cond(flag.sum() > 0, lambda x: jnp.sin(x), lambda x: jnp.ones_like(x), x)
+
+
+def rows_scanned(x):
+    return lax.scan(lambda c, row: (c + row, (c * row).sum(-1)), jnp.zeros((4, 3)), x)[1]
+
+
+PASSES = {
+    "dot, batch": (lambda x, m: jnp.einsum("bij,bjk->bik", m, x), (X, M), 0, 0),
+    "dot, free of the left": (lambda x, w: x @ w, (X, jnp.ones((3, 5))), 0, 1),
+    "dot, free of the right": (lambda w, x: x @ w, (jnp.ones((3, 6)), X), 0, 1),
+    "dot, contracted": (lambda x, y: jnp.einsum("bij,bik->jk", x, y), (X, X + 1), 0, 0),
+    "two axes of weights": (lambda a, b, x: jnp.tanh(x @ a) @ b, (X[0].T, M[0, :, :2], X), 0, 1),
+    "conv, batch": (conv, (IMAGES, KERNEL), 0, 0),
+    "conv, features out": (lambda k, x: conv(x, k), (KERNEL, IMAGES), 0, 3),
+    "conv, features in": (conv, (IMAGES, KERNEL), 0, 3),
+    "grouped conv, batch": (lambda x, k: conv(x, k, feature_group_count=2), (IMAGES, KERNEL[:, :, :1]), 0, 0),
+    "split in front": (lambda x: jnp.sin(x.reshape(6, 2, 6)).reshape(24, 3), (X,), 0, 0),
+    "merged": (lambda x: jnp.tanh(x.reshape(24, 3) @ jnp.ones((3, 2))).reshape(6, 8), (X,), 0, 0),
+    "split within units": (lambda x: jnp.tanh(x.reshape(6, 4, 3)).sum(1), (X.reshape(24, 3),), 0, 0),
+    "softmax of others": (lambda x: jax.nn.softmax(x, -1), (X,), 0, 1),
+    "cumsum of others": (lambda x: jnp.cumsum(x, 1), (X,), 0, 0),
+    "sort of others": (lambda x: jnp.sort(x, 1), (X,), 0, 2),
+    "top of others": (lambda x: lax.top_k(x, 2)[0], (X,), 0, 1),
+    "fft of others": (lambda x: jnp.abs(jnp.fft.fft(x)), (X,), 0, 0),
+    "matrices": (lambda m: jnp.linalg.cholesky(m @ m.mT + 4 * jnp.eye(4)), (M,), 0, 0),
+    "solves": (lambda m: lax.linalg.triangular_solve(jnp.tril(m) + 4 * jnp.eye(4), m, left_side=True), (M,), 0, 0),
+    "pooling": (
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        (IMAGES,),
+        0,
+        3,
+    ),
+    "lookups": (lambda i, x: x[:, :2][i % 6], (IDX, X), 0, 1),
+    "along": (lambda x, i: jnp.take_along_axis(x, i[..., None], 1), (X, IDX), 0, 0),
+    "scattered": (lambda x, i: jax.vmap(lambda x, i: x.at[i].add(1.0))(x, i), (X, IDX), 0, 0),
+    "scattered window": (lambda x: jnp.zeros((7, 4, 3)).at[jnp.array([1, 1, 2, 3, 0, 6])].add(x), (X,), 0, 1),
+    "updated": (lambda x: lax.dynamic_update_slice(x, jnp.sin(x[:, :2]), (0, 1, 0)), (X,), 0, 0),
+    "a mask of positions": (lambda x: jnp.where(jnp.arange(6)[:, None, None] > 2, x, 0.0), (X,), 0, 0),
+    "a triangle": (lambda a, b: jnp.tril(a) @ b, (M[0], M[1]), 0, 0),
+    "a table": (lambda x, t: x * t[:, None], (X, jnp.ones((6, 3))), 0, 0),
+    "a class": (lambda x: jax.nn.one_hot(jnp.argmax(x, 2), 3), (X,), 0, 0),
+    "padded and turned": (lambda x: jnp.pad(x, ((0, 0), (1, 1), (0, 0)))[:, ::-1], (X,), 0, 0),
+    "stacked and joined": (lambda x: jnp.concatenate([jnp.stack([x, x], 1), x[:, None]], 1), (X,), 0, 0),
+    "split": (lambda x: jnp.split(x, 2, 1)[1] * 2, (X,), 0, 0),
+    "a loop": (looped, (X,), 0, 2),
+    "a loop of rows": (rows_scanned, (X,), 0, 1),
+    "a conditional": (branched, (X, IDX), 0, 0),
+    "a region": (lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x), (X,), 0, 1),
+    "a rule": (jax.nn.relu, (X,), 0, 0),
+    "attention": (lambda q, k: jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)) @ k, (X, X + 1), 0, 1),
+    "group norm": (lambda x: (x - x.mean((1, 2), keepdims=True)) / jnp.sqrt(x.var((1, 2), keepdims=True)), (X,), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_an_independent_axis_is_found(name):
+    """The axis is found, and the function in two and in four slices is the function."""
+    f, args, seed, dim = PASSES[name]
+    axis, chunked = along(f, *args, seed=seed, dim=dim)
+    assert axis.steps
+    for count in (2, min(4, axis.length)):
+        for got, wanted in zip(jax.tree.leaves(chunked(count)(*args)), jax.tree.leaves(f(*args)), strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+def batch_norm(x, w):
+    h = x @ w
+    return ((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)).sum()
+
+
+def contrastive(x, w):
+    z = (x @ w).reshape(6, -1)
+    z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
+    return -jnp.diag(jax.nn.log_softmax(z @ z.T)).mean()
+
+
+REFUSES = {
+    "batch norm": (batch_norm, "reads a total over the axis"),
+    "softmax over it": (lambda x, w: (jax.nn.softmax(x @ w, 0) ** 2).sum(), "takes the largest over the axis|total"),
+    "cumsum over it": (lambda x, w: jnp.sin(jnp.cumsum(x @ w, 0)).sum(), "along the axis"),
+    "contrastive": (contrastive, "multiplies every part of the axis"),
+    "sorted": (lambda x, w: (jnp.sort(x, 0) * jnp.arange(6.0)[:, None, None] @ w).sum(), "sorts along the axis"),
+    "rolled": (lambda x, w: (jnp.roll(x, 1, 0) * x).sum(), "part of the axis"),
+    "turned": (lambda x, w: (x[::-1] * x).sum(), "turns the axis round"),
+    "a recurrence": (lambda x, w: lax.scan(lambda c, r: (jnp.tanh(c + r), None), x[0], x)[0].sum(), "the axis"),
+    "one row": (lambda x, w: x[2].sum(), "part of the axis"),
+    "a branch by row": (lambda x, w: lax.map(lambda r: lax.cond(r.sum() > 0, jnp.sin, jnp.cos, r), x).sum(), "axis"),
+    "largest": (lambda x, w: x.max(0).sum(), "takes the largest"),
+    "a product": (lambda x, w: x.prod(0).sum(), "not by a sum"),
+    "transposed together": (lambda x, w: jnp.sin(x.transpose(1, 0, 2).reshape(24, 3)).sum(), "mixes the axis"),
+    "convolved": (lambda x, w: lax.conv(x.transpose(1, 2, 0)[None], w[None, :4], (1, 1), "SAME").sum(), "axis"),
+    "printed": (lambda x, w: [jax.debug.print("{}", x), x.sum()][1], "must happen once"),
+    "called back": (lambda x, w: jax.pure_callback(np.sin, x, x).sum(), "no rule"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_what_mixes_an_axis_is_refused(name):
+    """What mixes parts of the axis is refused, and the equation named with its line."""
+    f, word = REFUSES[name]
+    w = jnp.ones((3, 3)) if name != "convolved" else jnp.ones((4, 3, 3))
+    with pytest.raises(NotIndependent, match=word) as refused:
+        along(f, X, w, seed=0, dim=0)
+    assert "test_axes.py:" in str(refused.value) or name == "printed"
+
+
+def test_random_bits_are_drawn_whole():
+    """Dropout's mask is the plain program's: drawn whole, and sliced."""
+
+    def dropout(x):
+        return jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x * 2, 0.0)
+
+    axis, chunked = along(dropout, X)
+    assert "random_bits" in [eqn.primitive.name for eqn in axis.before]
+    np.testing.assert_array_equal(chunked(3)(X), dropout(X))
+
+
+def test_masks_are_made_in_the_slice():
+    """A mask and a broadcast constant are made at the slice's shape: neither stands whole, nor is it sliced."""
+
+    def masked(q, k):
+        scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), q @ k.T, -1e9)
+        return jax.nn.softmax(scores) @ k
+
+    q = X[:, 0]
+    axis, chunked = along(masked, q, q + 1)
+    assert max(v.aval.size for eqn in axis.before for v in eqn.outvars) < 36
+    assert [v.aval.shape for v, _ in axis.cut] == [(6, 3)]
+    np.testing.assert_allclose(chunked(3)(q, q + 1), masked(q, q + 1), rtol=1e-6, atol=1e-6)
+
+
+def test_totals_are_put_together():
+    """Sums are added up, the largest of what has no gradient is kept, and what reads them follows the slices."""
+
+    def measured(x):
+        return x.sum() / x.size, lax.stop_gradient(x).max(0), (x > 0).any(0), (x > -9).all(), (x > 0).sum()
+
+    axis, chunked = along(measured, X)
+    assert {how for how in axis.places.values() if isinstance(how, Total)} == {Total("sum"), Total("max"), Total("min")}
+    for got, wanted in zip(chunked(4)(X), measured(X), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_there_are_rules_for_seventy_primitives():
+    """The rules cover at least seventy primitives beside those that hold jaxprs."""
+    names = {*axis_rules.ELEMENTWISE, *axis_rules.LINALG, *axis_rules.WINDOWS, *axis_rules.RULES}
+    assert len(names) >= 70
+
+
+def test_units_are_as_coarse_as_reshapes_need():
+    """Tokens that are reshaped to sequences are sliced by sequences."""
+    axis, _ = along(lambda x: jnp.cumsum(x.reshape(6, 4, 3), 1), X.reshape(24, 3))
+    assert axis.length == 6
+    assert axis.cut[0][1] == Place(0, 4)

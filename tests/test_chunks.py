@@ -1,0 +1,187 @@
+"""Runs in slices: derivatives, memory and FLOPs, sums and their precision, names and lines."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
+from random_chunks import check, check_number
+from random_steps import STEPS, UNARY
+from test_axes import along
+
+from jaxsub import axis_rules, compat
+from jaxsub.flops import bodies_of, flops_of
+
+RNG = np.random.default_rng(0)
+ROWS, WIDTH, CLASSES = 24, 8, 20
+X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=(WIDTH, CLASSES)) * 0.3, jnp.float32)
+Y = jnp.asarray(RNG.integers(0, CLASSES, ROWS))
+MASK = jnp.asarray(RNG.random(ROWS) > 0.3, jnp.float32)
+
+
+def head(w, x, y, mask):
+    """A masked cross entropy, and how often it is right."""
+    logits = x @ w
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+    return (losses * mask).sum() / mask.sum(), (jnp.argmax(logits, 1) == y).mean()
+
+
+ARGS = W, X, Y, MASK
+COTANGENTS = W + 1, X * 2, np.zeros(ROWS, jax.dtypes.float0), MASK - 0.5
+
+
+def loss_of(f, argnums=(0, 1)):
+    return jax.value_and_grad(lambda *args: f(*args)[0], argnums)
+
+
+def hessian_product(f, args):
+    w, x, *rest = args
+    return jax.jvp(lambda w, x: loss_of(f)(w, x, *rest), (w, x), (w + 1, x * 2))[1]
+
+
+DERIVATIVES = {
+    "value": lambda f: f(*ARGS),
+    "gradient": lambda f: loss_of(f)(*ARGS),
+    "gradient of all": lambda f: loss_of(f, (0, 1, 3))(*ARGS),
+    "gradient of aux": lambda f: jax.grad(lambda w: f(w, *ARGS[1:])[0] * 3 + f(w, *ARGS[1:])[1])(W),
+    "tangents": lambda f: jax.jvp(f, ARGS, COTANGENTS)[:1],
+    "tangent of the loss": lambda f: jax.jvp(lambda *a: f(*a)[0], ARGS, COTANGENTS),
+    "batch": lambda f: jax.vmap(f, (None, 0, None, None))(W, jnp.stack([X, X + 1]), Y, MASK),
+    "gradients of a batch": lambda f: jax.vmap(lambda x: loss_of(f)(W, x, Y, MASK))(jnp.stack([X, X + 1])),
+    "gradient over a batch": lambda f: jax.grad(
+        lambda w: jax.vmap(lambda x: f(w, x, Y, MASK)[0])(jnp.stack([X, X + 1])).sum()
+    )(W),
+    "second derivatives": lambda f: hessian_product(f, ARGS),
+    "reverse twice": lambda f: jax.grad(lambda w: (jax.grad(lambda w: f(w, *ARGS[1:])[0])(w) * W).sum())(W),
+    "hessian": lambda f: jax.hessian(lambda v: f(W.at[0].set(v), *ARGS[1:])[0])(W[0]),
+    "in a region": lambda f: jax.grad(lambda w: jax.checkpoint(f)(w * 2, *ARGS[1:])[0])(W),
+    "under jit": lambda f: jax.jit(lambda: loss_of(f)(*ARGS))(),
+}
+
+
+@pytest.mark.parametrize("count", [5])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_of_a_head_in_slices(name, count):
+    """Every derivative of a loss head in slices is the plain one's, whether the count divides the axis or not."""
+    _, chunked = along(head, *ARGS, seed=1)
+    got, wanted = (jax.tree.leaves(DERIVATIVES[name](f)) for f in (chunked(count), head))
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def products_of(f, *args):
+    """FLOPs of all products and convolutions of a function."""
+    return sum(flops_of(eqn).arithmetic_flops for eqn in jax.make_jaxpr(f)(*args).eqns)
+
+
+def temp_bytes(f, *args):
+    return (
+        jax.jit(f, compiler_options=compat.cpu_compiler_options())
+        .lower(*args)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
+
+
+def test_the_gradient_of_a_loss_is_made_in_the_forward_pass():
+    """A head's gradient in slices needs a fraction of the memory, and no product more."""
+    x, w = jnp.ones((2048, 64)), jnp.ones((64, 4096))
+    args = w, x, jnp.zeros(2048, int), jnp.ones(2048)
+    _, chunked = along(head, *args, seed=1)
+    assert temp_bytes(loss_of(chunked(16)), *args) < temp_bytes(loss_of(head), *args) / 8
+    assert products_of(loss_of(chunked(16)), *args) == products_of(loss_of(head), *args)
+
+
+def test_other_runs_recompute_each_slice():
+    """An MLP in slices is a scan of checkpointed slices: its gradient needs a fraction, for one more forward pass."""
+
+    def mlp(x, a, b):
+        return x + jnp.tanh(x @ a) @ b
+
+    args = jnp.ones((1024, 64)), jnp.ones((64, 2048)), jnp.ones((2048, 64))
+    gradient = lambda f: jax.grad(lambda *args: jnp.sin(f(*args)).sum(), (0, 1, 2))  # noqa: E731
+    _, chunked = along(mlp, *args)
+    assert temp_bytes(gradient(chunked(8)), *args) < temp_bytes(gradient(mlp), *args) / 4
+    _, by_hidden = along(mlp, *args, seed=1, dim=1)
+    assert temp_bytes(gradient(by_hidden(8)), *args) < temp_bytes(gradient(mlp), *args) / 4
+
+
+def test_gradients_of_narrow_weights_are_no_worse():
+    """A weight that is cast to bfloat16 gets its gradient summed in float32: as near the truth as the plain one."""
+
+    def loss(w, x):
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+
+    x, w = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((512, 16), (16, 16)))
+    truth = jax.grad(lambda w: jnp.tanh(x.astype(jnp.bfloat16).astype(jnp.float32) @ w).sum())(
+        w.astype(jnp.bfloat16).astype(jnp.float32)
+    )
+    _, chunked = along(loss, w, x, seed=1)
+    errors = [float(jnp.abs(jax.grad(f)(w, x) - truth).max()) for f in (chunked(32), loss)]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_narrow_sums_are_kept_wide():
+    """A product summed over 64 slices in bfloat16 is as near the truth as the plain product."""
+    x = jnp.asarray(RNG.random(size=(512, 4)), jnp.bfloat16)
+    product = lambda x: x.T @ x  # noqa: E731
+    _, chunked = along(product, x)
+    truth = np.asarray(x, np.float64).T @ np.asarray(x, np.float64)
+    errors = [np.abs(np.asarray(f(x), np.float64) - truth).max() for f in (chunked(64), product)]
+    assert errors[0] <= errors[1] + 0.5 * 2**-8 * truth.max()
+
+
+def all_eqns(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies_of(eqn):
+            yield from all_eqns(body)
+
+
+def test_names_lines_and_scopes_are_kept():
+    """What `checkpoint_name` calls a value, the user's line and the named scope are found in the slices too."""
+
+    def named(x, w):
+        with jax.named_scope("my_head"):
+            return checkpoint_name(jax.nn.relu(x @ w), "mine").sum()
+
+    _, chunked = along(named, X, W)
+    eqns = list(all_eqns(jax.make_jaxpr(chunked(4))(X, W)))
+    product = next(e for e in eqns if e.primitive.name == "dot_general")
+    assert "test_chunks.py" in compat.source_of(product)
+    assert "named" in compat.source_of(product)
+    assert "my_head" in str(product.source_info.name_stack)
+    assert "mine" in [compat.given_name(e) for e in eqns]
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(*[st.integers(0, n) for n in (len(STEPS) - 1, 50, 50)]), min_size=2, max_size=5),
+    st.integers(0, 2**31),
+)
+def test_random_runs_in_slices(steps, seed):
+    """A random run of a random program in slices has the plain program's derivatives, or the analysis says no."""
+    check(steps, seed)
+
+
+def test_most_random_programs_have_a_run_in_slices():
+    """The analysis does not say no to everything: of ten programs at least eight have a run that is sliced."""
+    assert sum(check_number(number) for number in range(10)) >= 8
+
+
+CUMSUM = next(i for i, f in enumerate(UNARY) if "cumsum" in getattr(getattr(f, "__code__", None), "co_names", ()))
+FLIP = next(i for i, f in enumerate(UNARY) if "rev" in getattr(getattr(f, "__code__", None), "co_names", ()))
+
+
+@pytest.mark.parametrize(("name", "op"), [("cumsum", CUMSUM), ("rev", FLIP)])
+def test_the_random_check_can_fail(monkeypatch, name, op):
+    """With a rule that lets through what mixes the axis, the check of random programs fails."""
+    monkeypatch.setitem(axis_rules.RULES, name, axis_rules._elementwise)
+    with pytest.raises(AssertionError, match="slices"):
+        for seed in range(40):
+            check([(op, 0, 0), (op, 0, 1), (op, 0, 0)], seed)
