@@ -1,7 +1,4 @@
-"""What differs between JAX versions, in one place: the only file that asks for a version or touches `jax._src`.
-
-Each function says which versions need it, so that it can go when they do.
-"""
+"""What differs between JAX versions: the only file that asks for one or touches `jax._src`; functions say for which."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
 
 
 def cpu_measuring_options() -> dict[str, Any]:
-    """Options for a compile on the CPU whose program is never run: its memory is read, its machine code thrown away.
+    """Options for a compile on the CPU whose program is never run, only its memory read.
 
     Buffers are assigned before machine code is made, so code that is not optimised says the same of memory and of
     FLOPs, and is there in two thirds of the processor time (`tests/devices/test_compile.py` compares the two).
@@ -182,8 +179,6 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
 REGIONS = ("checkpoint", "remat", "remat2")
 """What `jax.checkpoint`'s primitive is called, by version."""
 
-# Jaxprs
-
 
 def new_var(aval: Any) -> Any:
     """A fresh variable; `jax.extend.core.Var` is semi-public, its constructor takes an aval first in every version."""
@@ -223,7 +218,7 @@ def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any
 
 
 def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Equations in which an array is taken apart slice by slice, each in front of what reads it first.
+    """Equations in which an array is taken apart by slices, each where it is read first.
 
     From 0.12 on JAX takes an array that is iterated over apart by one equation, `unstack`; before by slices. All its
     parts would then cross every cut between what stands before and what stands after the equation.
@@ -279,10 +274,7 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def fence(values: Sequence[Any]) -> list[Any]:
-    """Put values behind one barrier; behind one for each kind where JAX would change their types.
-
-    Inside `shard_map`, JAX 0.10 makes all that stands behind one barrier vary over the same axes.
-    """
+    """Put values behind one barrier; in `shard_map`, where JAX 0.10 would change their types, one for each kind."""
     types = [jax.typeof(x) for x in values]
     fenced = list(jax.lax.optimization_barrier(list(values)))
     if [jax.typeof(x) for x in fenced] == types:
@@ -375,7 +367,7 @@ def source_of(eqn: Any) -> str:
 
 
 def standing_at(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """Have what is traced inside stand at an equation's line and in its scopes, as `jax.core.eval_jaxpr` has it."""
+    """Have what is traced inside stand at an equation's line and in its scopes; has no public counterpart."""
     if source_info_util is None:
         return contextlib.nullcontext()
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -390,8 +382,8 @@ def trace_context() -> tuple[Any, ...]:
     if jax_config is not None and hasattr(jax_config, "trace_context"):
         context = jax_config.trace_context()
         return context if isinstance(context, tuple) else (context,)
-    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
-    return tuple(getattr(jax.config, name) for name in names)
+    names = "enable_x64 default_matmul_precision numpy_dtype_promotion debug_nans".split()
+    return tuple(getattr(jax.config, f"jax_{name}") for name in names)
 
 
 # The CUDA plugin on a machine without a GPU

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from random_chunks import along
 
-from jaxsub import axis_rules
-from jaxsub.axes import NotIndependent, follow
-from jaxsub.axis_rules import Place, Total
-from jaxsub.chunks import sliced
-from jaxsub.program import flatten_jaxpr
+from jaxsub.jaxpr import axis_rules
+from jaxsub.jaxpr.axes import NotIndependent
+from jaxsub.jaxpr.axis_rules import Place, Total
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(6, 4, 3)), jnp.float32)
@@ -18,19 +17,6 @@ M = jnp.asarray(RNG.normal(size=(6, 4, 4)), jnp.float32)
 IDX = jnp.asarray(RNG.integers(0, 4, size=(6, 4)))
 IMAGES = jnp.asarray(RNG.normal(size=(6, 8, 8, 2)), jnp.float32)
 KERNEL = jnp.asarray(RNG.normal(size=(3, 3, 2, 4)), jnp.float32)
-
-
-def along(f, *args, seed=0, dim=0):
-    """The axis of a function from one dimension of an argument on, and the function in slices of it."""
-    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    eqns, invars, outvars, consts = flatten_jaxpr(closed)
-    axis = follow(eqns, invars, outvars, invars[len(consts) + seed], dim)
-
-    def chunked(count):
-        run = sliced(axis, invars, outvars, count)
-        return lambda *xs: jax.tree.unflatten(jax.tree.structure(shapes), run(*consts, *xs))
-
-    return axis, chunked
 
 
 def conv(x, k, **params):

@@ -1,8 +1,9 @@
 """A run of equations executed a slice of an independent axis at a time.
 
-`sliced` makes a function of a run and its `Axis` (`jaxsub.axes`): equations before the axis run once, then a scan over
-slices of what carries it, each slice a `jax.checkpoint` region, then equations that read totals. Where the count does
-not divide the axis a shorter slice follows. `jaxsub.at_slice` evaluates equations at a slice's shape.
+`sliced` makes a function of a run and its `Axis` (`jaxsub.jaxpr.axes`): equations before the axis run once, then a
+scan over slices of what carries it, each slice a `jax.checkpoint` region, then equations that read totals. Where the
+count does not divide the axis a shorter slice follows. `jaxsub.emission.at_slice` evaluates equations at a slice's
+shape.
 
 **What changes in rounding.** Sums over the axis are sums of the slices' sums; nothing else changes. Results narrower
 than 32 bits are summed in float32, and rounded once.
@@ -25,13 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxsub import compat
-from jaxsub.at_slice import At, Env, evaluate, read
-from jaxsub.axes import Axis
-from jaxsub.axis_bodies import Step, is_inexact, no_tangent
-from jaxsub.axis_rules import Place, State, Total
-from jaxsub.flops import bodies_of
-from jaxsub.program import ZERO_TANGENT
+from jaxsub.emission.at_slice import At, Env, evaluate, read
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axes import Axis
+from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
+from jaxsub.jaxpr.axis_rules import Place, State, Total
+from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 Values = tuple[Any, ...]
 
@@ -46,7 +47,7 @@ def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int
         count: In how many slices, at most.
 
     Example:
-        >>> from jaxsub.axes import follow
+        >>> from jaxsub.jaxpr.axes import follow
         >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x).sum())(jnp.ones(6)).jaxpr
         >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
         >>> round(float(sliced(axis, jaxpr.invars, jaxpr.outvars, 3)(jnp.ones(6))[0]), 4)

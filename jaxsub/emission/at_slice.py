@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsub import compat
-from jaxsub.axis_bodies import Body, Step, is_inexact, no_tangent
-from jaxsub.axis_rules import Place, State
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
+from jaxsub.jaxpr.axis_rules import Place, State
 
 Env = dict[tuple[Any, Place | None], Any]
 """What variables are: whole, totals among them, or a slice of them."""
@@ -61,16 +61,16 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
     if step.eqn is None or at is None:
         if at is None:
             return _bound(step.eqn, step.eqn.params, args)
-        (place,) = step.outs
+        place: Any = step.outs[0]
         return [jax.lax.dynamic_slice_in_dim(args[0], at.start * place.unit, at.size * place.unit, place.dim)]
     if step.bodies:
         with compat.standing_at(step.eqn):
             return _with_bodies(step, args, at)
     shapes = [_shape_at(v.aval, out, at) for v, out in zip(step.writes, step.outs, strict=True)]
     found = _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args)
-    place = step.outs[0] if step.eqn.primitive.name == "iota" else None
-    if isinstance(place, Place) and place.dim == step.eqn.params["dimension"]:
-        found = [found[0] + jnp.asarray(at.start * place.unit, found[0].dtype)]
+    first = step.outs[0] if step.eqn.primitive.name == "iota" else None
+    if isinstance(first, Place) and first.dim == step.eqn.params["dimension"]:
+        found = [found[0] + jnp.asarray(at.start * first.unit, found[0].dtype)]
     return found
 
 
@@ -123,8 +123,9 @@ def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
             n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
             tested, known = tuple(args[:n_cond]), tuple(args[n_cond : n_cond + n_body])
             carry = tuple(args[n_cond + n_body :])
-            return jax.lax.while_loop(lambda c: _inside(first, (*tested, *c), at)[0],
-                                      lambda c: _inside(last, (*known, *c), at), carry)  # fmt: skip
+            found: Values = jax.lax.while_loop(lambda c: _inside(first, (*tested, *c), at)[0],
+                                               lambda c: _inside(last, (*known, *c), at), carry)  # fmt: skip
+            return found
         case "cond":
             branches = [lambda *xs, body=body: _inside(body, xs, at) for body in step.bodies]
             return jax.lax.switch(args[0], branches, *args[1:])
@@ -135,7 +136,8 @@ def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
         case name if name in compat.REGIONS:
             region = compat.checkpoint(lambda start, *xs: _inside(first, xs, At(start, at.size)),
                                        policy=params["policy"], prevent_cse=params["prevent_cse"])  # fmt: skip
-            return region(at.start, *args)
+            results: Values = region(at.start, *args)
+            return results
     return _inside(first, args, at)
 
 

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
-from random_chunks import check, check_number
+from random_chunks import along, check, check_number
 from random_steps import STEPS, UNARY
-from test_axes import along
 
-from jaxsub import axis_rules, compat
-from jaxsub.flops import bodies_of, flops_of
+from jaxsub.jaxpr import axis_rules, compat
+from jaxsub.jaxpr.flops import bodies_of, flops_of
 
 RNG = np.random.default_rng(0)
 ROWS, WIDTH, CLASSES = 24, 8, 20
@@ -183,5 +182,4 @@ def test_the_random_check_can_fail(monkeypatch, name, op):
     """With a rule that lets through what mixes the axis, the check of random programs fails."""
     monkeypatch.setitem(axis_rules.RULES, name, axis_rules._elementwise)
     with pytest.raises(AssertionError, match="slices"):
-        for seed in range(40):
-            check([(op, 0, 0), (op, 0, 1), (op, 0, 0)], seed)
+        [check([(op, 0, 0), (op, 0, 1), (op, 0, 0)], seed) for seed in range(40)]

@@ -8,7 +8,7 @@ least one of which does, and says what it needs of each operand (it may ask for 
 results carry the axis. It refuses with `NoRule` and is exact: a slice's result is the slice of the result, to the last
 bit but for the order of sums.
 
-Primitives that hold jaxprs are `jaxsub.axes`'s.
+Primitives that hold jaxprs are `jaxsub.jaxpr.axes`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsub import compat
+from jaxsub.jaxpr import compat
 
 
 class NoRule(Exception):

@@ -1,7 +1,7 @@
 """How an independent axis runs through equations that hold jaxprs: calls, regions, loops, conditionals, rules.
 
-What a body does to the axis is followed as in the program outside (`jaxsub.axes`, which hands itself in as `Follow`). A
-loop's carry is followed until it carries the axis as it did a step before. `custom_jvp` and `custom_vjp` keep their
+What a body does to the axis is followed as in the program outside (`jaxsub.jaxpr.axes` hands itself in as `Follow`).
+A loop's carry is followed until it carries the axis as it did a step before. `custom_jvp` and `custom_vjp` keep their
 rules: the rule is traced by JAX at the whole shape, as the derivative of the equation, and followed like any body. What
 a rule's rule does, where it calls the function again, is looked at for second derivatives, and from there on only once
 somebody takes them.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsub import compat
-from jaxsub.axis_rules import NoRule, Place, Ruled, State, Total
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axis_rules import NoRule, Place, Ruled, State, Total
 
 CHECKED_ORDERS = 2
 """How often rules are differentiated when an axis is looked for: values, gradients and second derivatives are sure."""
@@ -64,7 +64,7 @@ class Step:
     writes: tuple[Any, ...]
     outs: tuple[State, ...]
     bodies: tuple[Body, ...] = ()
-    rule: Callable[[], tuple[Body, ...]] | None = None
+    rule: Callable[[], tuple[Body, ...]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Held:
 
     ruled: Ruled
     bodies: tuple[Body, ...]
-    rule: Callable[[], tuple[Body, ...]] | None = field(default=None)
+    rule: Callable[[], tuple[Body, ...]] = tuple
 
 
 def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held | None:
@@ -127,7 +127,7 @@ def _looped(
     while True:
         carried = slice(n_consts, n_consts + n_carry)
         found = follow(body, ins, ins[carried])
-        more = list(map(_merged, ins, found.ins))
+        more: list[Any] = list(map(_merged, ins, found.ins))
         after = [_merged(a, b) for a, b in zip(more[carried], found.outs, strict=False)]
         if any(isinstance(a, Total) for a in after):
             raise NoRule("it carries a total over the axis from step to step")
@@ -166,7 +166,8 @@ def _while(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
     if ins[0] is not None:
         raise NoRule("which branch runs depends on the axis")
-    inside, outs = list(ins[1:]), [None] * len(eqn.outvars)
+    inside: list[Any] = list(ins[1:])
+    outs: list[Any] = [None] * len(eqn.outvars)
     while True:
         bodies = tuple(follow(branch, inside, outs) for branch in eqn.params["branches"])
         more, found = inside, outs
@@ -245,7 +246,7 @@ def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
             raise NoRule("a result of what has its own backward pass is the same for the whole axis")
         closed_forward, closed_backward = trace()
         first = follow(closed_forward, main.ins, main.outs, 1)
-        kept = first.outs[len(eqn.outvars) :]
+        kept: tuple[Any, ...] = first.outs[len(eqn.outvars) :]
         if any(isinstance(k, Total) for k in kept):
             raise NoRule("its backward pass reads a total over the axis")
         cotangents = [o if isinstance(o, Place) else None for o in results]
@@ -294,5 +295,6 @@ def _is_zero(jaxpr: Any, atom: Any) -> bool:
     if not compat.is_var(atom):
         return bool(np.all(np.asarray(atom.val) == 0))
     maker = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
-    is_copy = maker is not None and maker.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
-    return is_copy and _is_zero(jaxpr, maker.invars[0])
+    if maker is None or maker.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        return False
+    return _is_zero(jaxpr, maker.invars[0])

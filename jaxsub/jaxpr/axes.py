@@ -3,9 +3,10 @@
 A run goes in with a seed, and comes out cut in three. `before` are equations that do not depend on the axis: they run
 once. `steps` are those that carry it: they may run a slice of the axis at a time, each with what it needs of its
 operands and how its results carry the axis. `after` are equations that read totals over the axis only. The analysis is
-exact and conservative: `jaxsub.axis_rules` says what each primitive does, here are those that hold jaxprs. An equation
-without a rule, one that mixes parts of the axis, or one in which values that carry the axis meet a total over it
-(batch statistics, a softmax over the axis) ends the run: `NotIndependent` names it with its source line.
+exact and conservative: `jaxsub.jaxpr.axis_rules` says what each primitive does, `jaxsub.jaxpr.axis_bodies` what those
+do that hold jaxprs. An equation without a rule, one that mixes parts of the axis, or one in which values that carry the
+axis meet a total over it (batch statistics, a softmax over the axis) ends the run: `NotIndependent` names it with its
+source line.
 
 Values without the axis that meet values with it in its shape (masks, tables, labels) are sliced: inputs as such, others
 made anew at the slice's shape where that is elementwise work or a broadcast, else made whole and sliced. So random bits
@@ -20,11 +21,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxsub import compat
-from jaxsub.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
-from jaxsub.axis_rules import ELEMENTWISE, Coarser, NoRule, Place, State, Total, reshaped, rule_of
-from jaxsub.errors import UnsupportedError
-from jaxsub.program import ZERO_TANGENT
+from jaxsub.core.errors import UnsupportedError
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
+from jaxsub.jaxpr.axis_rules import ELEMENTWISE, Coarser, NoRule, Place, State, Total, reshaped, rule_of
+from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 LINEAR = frozenset(
     "neg transpose reshape squeeze broadcast_in_dim reduce_sum copy copy_p name real imag convert_element_type".split()
@@ -125,12 +126,12 @@ def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[S
             for eqn in jaxpr.eqns:
                 walk.run(eqn)
             outs = [walk.state(a) for a in jaxpr.outvars]
-            for i, (atom, place) in enumerate(zip(jaxpr.outvars, wanted, strict=False)):
-                if outs[i] is None and isinstance(place, Place):
-                    walk.place(atom, place)
-                    outs[i] = place
-                elif place is not None and outs[i] != place:
-                    raise NoRule(f"a result of the program inside is carried as {outs[i]} and as {place}")
+            for i, (atom, want) in enumerate(zip(jaxpr.outvars, wanted, strict=False)):
+                if outs[i] is None and isinstance(want, Place):
+                    walk.place(atom, want)
+                    outs[i] = want
+                elif want is not None and outs[i] != want:
+                    raise NoRule(f"a result of the program inside is carried as {outs[i]} and as {want}")
             return Body(jaxpr, consts, tuple(ins), tuple(walk.steps), tuple(outs))
         except _Refined as more:
             ins[jaxpr.invars.index(more.var)] = more.place
@@ -299,8 +300,7 @@ class _Run(_Walk):
     def need(self, atom: Any, place: Place | None) -> None:
         _Walk.need(self, atom, place)
         eqn = self.makers.get(atom) if compat.is_var(atom) and place is None else None
-        is_cast = eqn is not None and eqn.primitive.name == "convert_element_type" and _narrows(eqn)
-        if is_cast and atom not in self.cast:
+        if eqn is not None and eqn.primitive.name == "convert_element_type" and _narrows(eqn) and atom not in self.cast:
             # weights are cast in each slice, so that their gradients are summed at their own precision
             self.cast.add(atom)
             self.steps.append(Step(eqn, tuple(eqn.invars), (None,), tuple(eqn.outvars), (None,)))
