@@ -33,6 +33,7 @@ from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
 from jaxsub.search import verify as verifying
 from jaxsub.search.pipeline import Mirror, Settings, make_plan
+from jaxsub.search.slicing import Chunks
 
 AnyCache = bool | str | os.PathLike[str] | Store
 AnyBudget = str | int | float | None | Budget
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     progress: bool
     profile: bool | str
     offload: str | None
+    chunks: Chunks
 
 
 class Sublinear(Wrapped[P, R]):
@@ -200,6 +202,7 @@ def sublinear(
     progress: bool = True,
     profile: bool | str = False,
     offload: str | None = None,
+    chunks: Chunks = "auto",
 ) -> Any:
     """Return the same function with a gradient that fits a memory budget.
 
@@ -239,6 +242,11 @@ def sublinear(
         offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
             there and back takes over the target's PCIe; plans then minimise seconds. What stands in loops, conditionals
             and regions inside regions stays on the device. `None`: on the device only.
+        chunks: Whether runs of equations may be executed a slice of an independent axis at a time: a loss head in
+            slices of its tokens, the whole function in slices of the batch. `"auto"`: with a budget in bytes or a
+            fraction, where nothing else fits, or recomputes more than a little. `True`: wherever it spares memory.
+            `False`: never. Or counts, by the name of a `jax.named_scope` or function, or by the dimension of the batch:
+            `{"head": 8}`, `{0: 4}`.
 
     Returns:
         A function with the same signature. Its methods `plan`, `measure`, `frontier` and `explain` take that function's
@@ -268,7 +276,7 @@ def sublinear(
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
                         read_argnums(argnums), cache, progress, profile,
-                        in_shardings=in_shardings, offload=offload)  # fmt: skip
+                        in_shardings=in_shardings, offload=offload, chunks=chunks)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -280,7 +288,7 @@ def sublinear(
 def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
          mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: AnyArgnums = None,
          cache: AnyCache = True, progress: bool = True, profile: bool | str = False, offload: str | None = None,
-         bound: bool = False, **kwargs: Any) -> Plan:  # fmt: skip
+         bound: bool = False, chunks: Chunks = "auto", **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
 
     Args:
@@ -298,6 +306,7 @@ def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, plann
         offload: As for `sublinear`.
         bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
             `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
+        chunks: As for `sublinear`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -318,7 +327,8 @@ def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, plann
     """
     refuse_collisions(plan, locals())
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
-                        argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload)  # fmt: skip
+                        argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload,
+                        chunks=chunks)  # fmt: skip
     wrapped.settings = replace(wrapped.settings, bound=bound)
     return wrapped.plan(*args, **kwargs)
 

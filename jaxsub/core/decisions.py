@@ -33,6 +33,36 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """A run of nodes executed a slice of an independent axis at a time: in a plan's program, one node.
+
+    Attributes:
+        start: Its first node, counted in the program as it was traced.
+        stop: The node after its last.
+        value: A value that it reads and that carries the axis.
+        dim: The dimension of it that does.
+        count: In how many slices, the last of them perhaps shorter.
+        length: How many units the axis has.
+        label: What runs so, in words.
+        spared_bytes: Bytes of the values it makes that carry the axis, less those of one slice.
+    """
+
+    start: int
+    stop: int
+    value: int
+    dim: int
+    count: int
+    length: int = 0
+    label: str = ""
+    spared_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many units a slice has."""
+        return -(-self.length // self.count)
+
+
+@dataclass(frozen=True, slots=True)
 class Inside:
     """How a program inside an equation runs; all indices are its own.
 

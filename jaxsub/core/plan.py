@@ -19,7 +19,7 @@ from typing import Any, cast
 from jaxsub.core import codec
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.chain import Chain, Prediction, Run
-from jaxsub.core.decisions import Segment, Way, walk
+from jaxsub.core.decisions import Segment, Slices, Way, walk
 from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.simulate import check_runs, predict
@@ -117,10 +117,11 @@ class Plan:
             same stages that needs no more memory; `None` where nobody asked (`jaxsub.plan(..., bound=True)` or
             `planner="milp"`). That of `jaxsub.planners.milp`, Checkmate's linear relaxation.
         holdings: What it keeps, largest first, in words.
-        equations: Four hexadecimal digits for each equation of the program it was made for, to name the first that
-            differs where it is refused; empty where nobody noted them.
+        equations: Four hexadecimal digits for each equation of its program, to name the first that differs where it
+            is refused; empty where nobody noted them.
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
+        slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
@@ -139,6 +140,7 @@ class Plan:
     lower_bound: float | None = None
     holdings: tuple[Holding, ...] = ()
     loops: tuple[Way, ...] = ()
+    slices: tuple[Slices, ...] = ()
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     equations: str = field(default="", repr=False)

@@ -128,7 +128,8 @@ def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
             return found
         case "cond":
             branches = [lambda *xs, body=body: _inside(body, xs, at) for body in step.bodies]
-            return jax.lax.switch(args[0], branches, *args[1:])
+            outs: Values = jax.lax.switch(args[0], branches, *args[1:])
+            return outs
         case "custom_jvp_call":
             return _custom_jvp(step, args, at)
         case "custom_vjp_call":

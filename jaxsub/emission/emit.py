@@ -14,6 +14,7 @@ import jax
 from jaxsub.core.decisions import Inside, Segment, saving_in_nests
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
+from jaxsub.emission.folding import in_slices
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
@@ -46,6 +47,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
         [0.7456]
     """
     check(program, plan)
+    program, plan = in_slices(program, plan)
     return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)
 
 
@@ -65,7 +67,8 @@ def as_traced(program: Program) -> Callable[..., Any]:
 
 def check(program: Program, plan: Plan) -> None:
     """Refuse a plan of another program, or one that this program or this JAX cannot run; raises as `emit` does."""
-    if plan.fingerprint != program.fingerprint or plan.n_nodes != len(program.eqns):
+    folded, _ = in_slices(program, plan)
+    if plan.fingerprint != program.fingerprint or plan.n_nodes != len(folded.eqns):
         raise PlanMismatchError(
             f"The plan was made for another function: its fingerprint is {plan.fingerprint} "
             f"({plan.n_nodes} equations), this function's is {program.fingerprint} ({len(program.eqns)} equations). "
@@ -74,7 +77,7 @@ def check(program: Program, plan: Plan) -> None:
             plan_fingerprint=plan.fingerprint,
             function_fingerprint=program.fingerprint,
         )
-    nodes = program.graph.nodes
+    nodes = folded.graph.nodes
     faults = [nodes[i] for s in plan.segments for i in range(s.start, s.stop) if not nodes[i].can_recompute]
     if faults:
         lines = "; ".join(f"equation {n.index} `{n.primitive}` at {n.source or 'an unknown line'}" for n in faults)

@@ -14,6 +14,7 @@ from typing import Any
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Way, walk
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
+from jaxsub.emission.folding import in_slices
 from jaxsub.emission.scan_rotation import rotated
 from jaxsub.emission.scan_unrolling import MOST_EQUATIONS, unrolled
 from jaxsub.emission.scans import body_program, branch_programs
@@ -48,10 +49,14 @@ def require_belonging(program: Program, plan: Plan) -> Plan:
 
 def plan_faults(program: Program, plan: Plan) -> list[str]:
     """The first of what is wrong with a plan of a program; empty where nothing is."""
-    if plan.n_nodes != len(program.eqns):
-        return [f"it has {plan.n_nodes} equations, not {len(program.eqns)}"]
+    try:
+        folded, _ = in_slices(program, plan)
+    except PlanMismatchError as error:
+        return [str(error)]
+    if plan.n_nodes != len(folded.eqns):
+        return [f"it has {plan.n_nodes} equations, not {len(folded.eqns)}"]
     inside = Inside(plan.segments, plan.barriers, plan.loops)
-    return list(islice((*_measured_faults(plan), *_inside_faults(program, inside)), MOST_FAULTS))
+    return list(islice((*_measured_faults(plan), *_inside_faults(folded, inside)), MOST_FAULTS))
 
 
 def _measured_faults(plan: Plan) -> Iterator[str]:
@@ -61,7 +66,7 @@ def _measured_faults(plan: Plan) -> Iterator[str]:
         return
     if (ours.target, ours.output_bytes) != (plain.target, plain.output_bytes):
         yield "with and without it, it was measured for other targets or outputs"
-    if not (plan.segments or plan.barriers or plan.loops) and ours.temp_bytes != plain.temp_bytes:
+    if not (plan.segments or plan.barriers or plan.loops or plan.slices) and ours.temp_bytes != plain.temp_bytes:
         yield f"it changes nothing, and is said to change {plain.temp_bytes} bytes to {ours.temp_bytes}"
 
 

@@ -14,16 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Slices
 from jaxsub.core.disk_cache import Store, open_store
-from jaxsub.core.errors import JaxsubError, UnsupportedError
+from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
 from jaxsub.core.plan import Measurement, Plan
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
+from jaxsub.emission.folding import with_slices
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.planners import Planner, get
 from jaxsub.planners.memo import Held, solves_all
 from jaxsub.planners.milp import Bounded
@@ -33,8 +35,12 @@ from jaxsub.search.budget_search import fit
 from jaxsub.search.candidates import natural, promising
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, put_plan, shelf_key
+from jaxsub.search.slicing import Chunks, asked, candidates
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
+LITTLE_EXTRA = 0.05
+"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
+
 PROGRESS_DELAY_SECONDS = 2.0
 """Planning that takes less than this shows nothing."""
 
@@ -56,11 +62,14 @@ class Settings:
     bound: bool = False
     in_shardings: Any = None
     offload: str | None = None
+    chunks: Chunks = "auto"
 
     def __post_init__(self) -> None:
         other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
         if self.plan is not None and other:
             raise ValueError(f"plan= is made already, and {other}= would plan anew; pass one of them")
+        if not (isinstance(self.chunks, bool | Mapping) or self.chunks == "auto"):
+            raise ValueError(f'chunks is "auto", True, False or {{name or axis: count}}, got {self.chunks!r}')
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
         if self.offload is not None and self.bound:
@@ -112,6 +121,81 @@ def _kept(program: Program, settings: Settings) -> Plan:
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
+    """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can."""
+    if isinstance(settings.chunks, Mapping):
+        return _in_slices(program, asked(program, settings.chunks), settings, target, store)
+    plans: list[Plan] = []
+    refusals: list[InfeasibleBudgetError] = []
+    _try(lambda: _whole(program, settings, target, store), plans, refusals)
+    if settings.chunks is not False and _asks_for_slices(program, settings, plans):
+        n_bytes = _budget_bytes(settings.budget, plans, refusals)
+        bounded = replace(settings, budget=settings.budget if settings.budget == Budget() else Budget(n_bytes))
+        for runs in candidates(program, target, n_bytes):
+            _try(lambda runs=runs: _in_slices(program, runs, bounded, target, store), plans, refusals)  # type: ignore[misc]
+            if plans and _extra(plans[-1]) <= LITTLE_EXTRA:
+                break
+    if not plans:
+        raise min(refusals, key=lambda refused: refused.least_bytes)
+    best = min(plans, key=lambda plan: (round(_extra(plan), 3), _need(plan)))
+    return _beside_plain(program, best, plans[0], settings, target, store) if best.slices else best
+
+
+def _beside_plain(program: Program, plan: Plan, whole: Plan, settings: Settings, target: Target, store: Store) -> Plan:
+    """A plan in slices with the user's budget, and what the program needs without a plan and without slices."""
+    plain = whole.plain_measurement
+    if whole.slices and plan.measurement is not None:
+        plain = verifying.Verifier(Pricer(program, target, store=store)).plain().measurement
+    prediction = None if whole.slices else whole.plain_prediction
+    return plan.replace(budget=settings.budget, plain_measurement=plain, plain_prediction=prediction)
+
+
+def _try(make: Callable[[], Plan], plans: list[Plan], refusals: list[InfeasibleBudgetError]) -> None:
+    try:
+        plans.append(make())
+    except InfeasibleBudgetError as refused:
+        refusals.append(refused)
+
+
+def _asks_for_slices(program: Program, settings: Settings, plans: Sequence[Plan]) -> bool:
+    """Whether runs in slices are looked at: where nothing else fits or costs little, or where the user says so."""
+    if compat.names_axes(program.traced) or settings.mirror is not None:
+        return False
+    if settings.chunks is True:
+        return True
+    return settings.budget != Budget() and (not plans or _extra(plans[0]) > LITTLE_EXTRA)
+
+
+def _budget_bytes(budget: Budget, plans: Sequence[Plan], refusals: Sequence[InfeasibleBudgetError]) -> int:
+    if budget.n_bytes is not None:
+        return budget.n_bytes
+    if refusals:
+        return refusals[0].requested_bytes
+    plain = plans[0].plain_measurement or plans[0].plain_prediction
+    return max(1, int((budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
+
+
+def _extra(plan: Plan) -> float:
+    """What a plan recomputes, as a share of a forward pass."""
+    return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+
+
+def _need(plan: Plan) -> int:
+    found = plan.measurement or plan.prediction
+    return found.temp_bytes if found is not None else 0
+
+
+def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store) -> Plan:
+    """Plan the program in which some runs are one equation each, executed in slices."""
+    plan = _whole(with_slices(program, runs), settings, target, store)
+    if plan.prediction is not None:  # in front of the loss each slice is recomputed
+        nodes, n = program.graph.nodes, len(program.eqns)
+        again = sum(node.flops for run in runs if run.stop < n for node in nodes[run.start : run.stop])
+        found = replace(plan.prediction, extra_flops=plan.prediction.extra_flops + again)
+        plan = plan.replace(prediction=found)
+    return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), equations=equation_digests(program))
+
+
+def _whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
     with Progress(settings.progress) as step:
         pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile, offload=settings.offload)

@@ -19,8 +19,9 @@ from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import check
+from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
 from jaxsub.search.verify import finish, measured_key, recalled
@@ -61,13 +62,17 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
         return None
     if plan_faults(program, plan) or (measured is not None and not _keeps_its_budget(store, program, plan, measured)):
         return None
-    return finish(program, plan, plan.budget)
+    folded, bare = in_slices(program, plan)
+    named = finish(folded, bare, plan.budget)
+    return plan.replace(holdings=named.holdings, equations=equation_digests(program), timeline=named.timeline,
+                        plain_timeline=named.plain_timeline, budget=named.budget)  # fmt: skip
 
 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:
     """Whether what a plan does was measured for a target, as it says itself, and fits the budget it was made for."""
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
-    known = recalled(store, measured_key(program, target, plan), target)
+    folded, bare = in_slices(program, plan)
+    known = recalled(store, measured_key(folded, target, bare), target)
     if found is None or plain is None or known is None:
         return False
     if replace(known, compile_seconds=found.compile_seconds) != found:  # another process may have compiled it too

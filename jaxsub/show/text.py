@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Prediction
-from jaxsub.core.decisions import Conditional, Inside, Way, walk
+from jaxsub.core.decisions import Conditional, Inside, Slices, Way, walk
 from jaxsub.core.plan import Holding, Plan
 from jaxsub.show.curves import curves
 
@@ -38,11 +38,23 @@ def describe(plan: Plan) -> str:
     again = sum(1 for m in counts if m)
     lines.append(f"recompute  {again} of {plan.n_nodes} equations, at most {times(max(counts, default=0))};"
                  f" {plan.n_regions} regions, {len(plan.barriers)} barriers")  # fmt: skip
+    lines += [f"in slices  {slices_words(run)}" for run in plan.slices]
     lines += [line for way in plan.loops for line in _way_lines(way)]
     lines += [_holding_line(h) for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
     return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
+
+
+def slices_words(slices: Slices) -> str:
+    """A run in slices, in plain words.
+
+    Example:
+        >>> slices_words(Slices(0, 3, 1, 0, 8, 16384, "head", 2**30))
+        'head: 8 × 2,048 of 16,384, spares up to 1.00 GiB'
+    """
+    spared = format_bytes(slices.spared_bytes)
+    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,}, spares up to {spared}"
 
 
 def _holding_line(holding: Holding) -> str:

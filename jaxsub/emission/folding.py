@@ -1,0 +1,130 @@
+"""A program in which runs of equations are one equation each, executed in slices of an independent axis.
+
+What stands for a run is a `jit` equation, so that everything else, planners and regions included, takes it for a node
+like any other: its passes are traced, its lives counted and its memory compiled as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxsub.core.decisions import Slices
+from jaxsub.core.errors import PlanMismatchError
+from jaxsub.core.plan import Plan
+from jaxsub.emission.chunks import sliced
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
+from jaxsub.jaxpr.trace import Program, program_of
+
+
+def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
+    """The equations of a run, the variables they read and do not make, and those that are read later."""
+    graph, eqns = program.graph, program.eqns[start:stop]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    reads = dict.fromkeys(a for eqn in eqns for a in eqn.invars if compat.is_var(a) and a not in made)
+    last = graph.last_uses()
+    variables = [v for eqn in eqns for v in eqn.outvars]
+    returns = [v for i, v in zip(graph.made_by(start, stop), variables, strict=True) if last[i] >= stop]
+    return eqns, list(reads), returns
+
+
+def variable_of(program: Program, value: int) -> Any:
+    """The variable that a value of the graph is."""
+    producer = program.graph.values[value].producer
+    if producer is None:
+        return program.invars[value]
+    return program.eqns[producer].outvars[value - program.graph.nodes[producer].outputs[0]]
+
+
+def axis_of(program: Program, slices: Slices) -> Axis:
+    """The axis that a run is executed in slices of.
+
+    Raises:
+        NotIndependent: If it is not independent.
+    """
+    eqns, reads, returns = run_of(program, slices.start, slices.stop)
+    return follow(eqns, reads, returns, variable_of(program, slices.value), slices.dim)
+
+
+def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
+    """The program with each of these runs as one equation that executes it in slices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> program = trace(lambda w, x: jnp.tanh(x @ w).sum(), (jnp.ones((2, 3)), jnp.ones((4, 2))), {})
+        >>> [e.primitive.name for e in with_slices(program, [Slices(0, 3, 1, 0, 2)]).eqns]
+        ['jit']
+    """
+    if not slices:
+        return program
+    eqns: list[Any] = []
+    at = 0
+    for run in sorted(slices, key=lambda s: s.start):
+        eqns += [*program.eqns[at : run.start], _folded(program, run)]
+        at = run.stop
+    eqns += program.eqns[at:]
+    names = [v.name or "" for v in program.graph.values[: len(program.invars)]]
+    folded = program_of(eqns, list(program.invars), list(program.outvars), list(program.consts),
+                        set(program.differentiated), program.loss, program.out_tree, names, program.traced)  # fmt: skip
+    return replace(folded, shardings=program.shardings, platform=program.platform, is_of_spread=program.is_of_spread)
+
+
+def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """The program that a plan speaks of, in which its runs in slices are one equation each, and its plan.
+
+    Raises:
+        PlanMismatchError: If the plan bears the program's fingerprint, and its slices do not fit it.
+    """
+    if not plan.slices or plan.fingerprint != program.fingerprint:
+        return program, plan
+    if faults := list(_faults(program, plan.slices)):
+        raise PlanMismatchError(
+            f"The plan's runs in slices do not fit this function: {'; '.join(faults)}. "
+            "Make a new plan with jaxsub.plan.",
+            plan_fingerprint=plan.fingerprint,
+            function_fingerprint=program.fingerprint,
+        )
+    folded = with_slices(program, plan.slices)
+    return folded, plan.replace(fingerprint=folded.fingerprint, slices=(), equations="")
+
+
+def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
+    at = 0
+    for run in slices:
+        name = f"{run.start}:{run.stop}"
+        if not at <= run.start < run.stop <= len(program.eqns) or run.count < 2:
+            yield f"{name} in {run.count} slices does not follow on equation {at}"
+            return
+        at, values = run.stop, program.graph.values
+        if not 0 <= run.value < len(values) or not 0 <= run.dim < len(values[run.value].shape):
+            yield f"{name} reads no dimension {run.dim} of value {run.value}"
+            continue
+        if variable_of(program, run.value) not in run_of(program, run.start, run.stop)[1]:
+            yield f"{name} does not read value {run.value}"
+            continue
+        try:
+            axis_of(program, run)
+        except NotIndependent as why:
+            yield f"{name} cannot run in slices: {why}"
+        except ValueError as why:
+            yield f"{name}: {why}"
+
+
+def _folded(program: Program, slices: Slices) -> Any:
+    eqns, reads, returns = run_of(program, slices.start, slices.stop)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count)
+
+    def run(*args: Any) -> list[Any]:
+        return list(function(*args))
+
+    run.__name__ = "in_slices"
+    (call,) = jax.make_jaxpr(jax.jit(run))(*[compat.shape_of(v.aval) for v in reads]).eqns
+    source = max(eqns, key=lambda eqn: sum(getattr(v.aval, "size", 0) for v in eqn.outvars)).source_info
+    if (len(call.invars), len(call.outvars)) != (len(reads), len(returns)):
+        raise AssertionError(f"in slices the run {call.invars} -> {call.outvars}, it was {reads} -> {returns}")
+    return call.replace(invars=reads, outvars=returns, source_info=source)
