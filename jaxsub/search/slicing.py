@@ -22,6 +22,7 @@ from jaxsub.core.errors import JaxsubError
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
+from jaxsub.jaxpr.axis_bodies import Step
 from jaxsub.jaxpr.axis_rules import Place
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
@@ -35,6 +36,10 @@ FEW_VALUES = 6
 WIDE_SHARE = 1 / 8
 """A run is worth slicing whose values that carry the axis are more than this share of what the program makes at once,
 and it is sliced until they are this share of the budget."""
+
+
+MORE = 4
+"""Where a run in slices does not meet a budget so many times more are tried."""
 
 
 class ChunksError(JaxsubError, ValueError):
@@ -90,11 +95,10 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     others = [run for run in runs if run.stop < n]
     counted = [(run, _count(run, n_bytes, least)) for run in (*heads[:1], *others)]
     chosen = [run.slices(program, count) for run, count in counted if count > 1]
-    if heads and chosen and chosen[0].stop == n:
-        yield (chosen[0],)
     batch = _batch_run(program)
-    if batch is not None and (count := _count(batch, n_bytes, least)) > 1:
-        yield (batch.slices(program, count),)
+    for run in (*heads[:1], *([batch] if batch else [])):
+        fewest, most = _count(run, n_bytes, least), min(run.rows // least, run.axis.length)
+        yield from ((run.slices(program, n),) for n in dict.fromkeys((fewest, min(MORE * fewest, most))) if n > 1)
     if any(s.stop < n for s in chosen):
         yield tuple(sorted(chosen, key=lambda s: s.start))
 
@@ -121,6 +125,8 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
     start, stop = (0, n) if isinstance(key, int) else _named_run(program, key)
     seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(program, start, stop)
     found, refused = _follow_all(program, start, stop, seeds)
+    widest = max(sum(program.graph.values[v].n_bytes for v in n.outputs) for n in program.graph.nodes[start:stop])
+    found = [f for f in found if 2 * f.carried_bytes > widest]
     if not found:
         raise ChunksError(_refusal(key, refused))
     best = max(found, key=lambda f: f.carried_bytes)
@@ -179,7 +185,7 @@ def _wide_runs(program: Program, n_bytes: int) -> list[Found]:
         for run in dict.fromkeys((*wider, (a, b), (producer, stop))):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
-            axes, _ = _follow_all(program, *run, _seeds(program, *run))
+            axes, _ = _follow_all(program, run[0], run[1], _seeds(program, *run))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
                 found.append(max(axes, key=lambda axis: axis.carried_bytes))
@@ -241,16 +247,25 @@ def _follow_all(
 
 
 def _rows(axis: Axis) -> int:
-    """Rows of the smallest product along the axis; its units where there is none."""
-    found = []
-    for step in axis.steps:
-        if step.eqn is None or step.eqn.primitive.name != "dot_general":
+    """Rows of the smallest product or convolution along the axis; elements of its largest value where there is none."""
+    found = [rows for step in axis.steps if step.eqn is not None for rows in _product_rows(step)]
+    sizes = [v.aval.size for v, place in axis.places.items() if isinstance(place, Place)]
+    return min(found, default=max(sizes, default=axis.length))
+
+
+def _product_rows(step: Step) -> Iterator[int]:
+    params = step.eqn.params
+    for side, (atom, need) in enumerate(zip(step.reads, step.needs, strict=True)):
+        if need is None:
             continue
-        contracted, batch = step.eqn.params["dimension_numbers"]
-        for side, (atom, need) in enumerate(zip(step.reads, step.needs, strict=True)):
-            if need is not None and need.dim not in contracted[side] and need.dim not in batch[side]:
-                shape = atom.aval.shape
-                found.append(math.prod(s for d, s in enumerate(shape) if d not in contracted[side]))
-            elif need is not None and need.dim in contracted[side]:
-                found.append(atom.aval.shape[need.dim])
-    return min(found, default=axis.length)
+        shape = atom.aval.shape
+        if step.eqn.primitive.name == "dot_general":
+            contracted, batch = (dims[side] for dims in params["dimension_numbers"])
+            if need.dim in contracted:
+                yield shape[need.dim]
+            elif need.dim not in batch:
+                yield math.prod(size for d, size in enumerate(shape) if d not in contracted)
+        if step.eqn.primitive.name == "conv_general_dilated":
+            out, dims = step.writes[0].aval, params["dimension_numbers"]
+            is_batch = side == 0 and need.dim == dims.lhs_spec[0]
+            yield out.size // out.shape[dims.out_spec[1]] if is_batch else shape[need.dim]

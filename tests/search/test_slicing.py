@@ -1,0 +1,194 @@
+"""Plans in slices: found where nothing else fits, asked for by name or axis, or refused by an equation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsub
+from jaxsub.core.plan import Plan
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.folding import with_slices
+from jaxsub.jaxpr.trace import trace
+from jaxsub.search.slicing import ChunksError, candidates, least_rows
+
+ROWS, WIDTH, CLASSES = 512, 32, 8192
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
+Y = jnp.asarray(RNG.integers(0, CLASSES, ROWS))
+HEAD = {
+    "layers": [jnp.asarray(RNG.normal(size=(WIDTH, WIDTH)) / 6, jnp.float32) for _ in range(3)],
+    "head": jnp.asarray(RNG.normal(size=(WIDTH, CLASSES)) / 6, jnp.float32),
+}
+HIDDEN = [jnp.asarray(RNG.normal(size=s) / s[0] ** 0.5, jnp.float32) for s in ((WIDTH, CLASSES), (CLASSES, WIDTH))]
+KERNELS = [jnp.asarray(RNG.normal(size=(3, 3, 3, 32)) / 6, jnp.float32)]
+IMAGES = jnp.asarray(RNG.normal(size=(16, 32, 32, 3)), jnp.float32)
+
+
+def classify(params, x, y):
+    """A loss over many classes behind a few layers."""
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        logits = x @ params["head"]
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+    return losses.mean()
+
+
+def mlp(params, x, y):
+    """Two layers with a hidden layer far wider than what goes in and out."""
+    return jnp.mean((x + jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+
+
+def stem(params, x, y):
+    """Convolutions of images with group norm between them, a mean loss."""
+    for kernel in params:
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        groups = x.reshape(*x.shape[:3], 4, -1)
+        mean, var = groups.mean((1, 2, 4), keepdims=True), groups.var((1, 2, 4), keepdims=True)
+        x = jax.nn.relu(((groups - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape))
+    return jnp.mean(jnp.sin(x))
+
+
+def contrast(params, x, y):
+    """A contrastive loss over the batch."""
+    z = jnp.tanh(x @ params[0][:, :16])
+    with jax.named_scope("pairs"):
+        return -jnp.diag(jax.nn.log_softmax(z @ z.T)).mean()
+
+
+def batch_norm(params, x, y):
+    """An MLP with batch statistics in it."""
+    h = x @ params[0]
+    with jax.named_scope("norm"):
+        h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+    return jnp.mean((jnp.tanh(h) @ params[1]) ** 2)
+
+
+PROGRAMS = {
+    "many classes": (classify, (HEAD, X, Y)),
+    "wide MLP": (mlp, (HIDDEN, X, Y)),
+    "stem": (stem, (KERNELS, IMAGES, Y)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_quarter_of_full_recomputation_is_met(name):
+    """A quarter of what full recomputation needs is met, with the plain gradients to rounding."""
+    loss, args = PROGRAMS[name]
+    whole = jaxsub.measure(jax.checkpoint(loss), *args).temp_bytes
+    smaller = jaxsub.sublinear(loss, budget=whole // 4)
+    plan = smaller.plan(*args)
+    assert plan.slices
+    assert plan.measurement.temp_bytes <= whole // 4
+    assert jaxsub.measure(smaller, *args).temp_bytes <= whole // 4
+    got, wanted = (jax.jit(jax.value_and_grad(f))(*args) for f in (smaller, loss))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(a - b).max() <= 3e-5 * max(1e-3, np.abs(b).max())
+
+
+def test_a_head_in_slices_recomputes_nothing():
+    """The plan of a loss head in slices says so: in how many, along what, and what it spares."""
+    plan = jaxsub.plan(classify, HEAD, X, Y, budget="6MiB")
+    assert "recompute  0 of" in str(plan)
+    assert "in slices  head: " in str(plan)
+    assert " of 512, spares up to " in str(plan)
+    assert plan.plain_measurement.temp_bytes > 4 * plan.measurement.temp_bytes
+
+
+def test_slices_are_off_where_they_are_forbidden():
+    """With `chunks=False` what only slices would meet is refused."""
+    with pytest.raises(jaxsub.InfeasibleBudgetError):
+        jaxsub.plan(classify, HEAD, X, Y, budget="6MiB", chunks=False)
+
+
+def test_a_budget_that_fits_anyway_gets_no_slices():
+    """Where the plain program fits nothing runs in slices."""
+    assert jaxsub.plan(classify, HEAD, X, Y, budget="1GiB").slices == ()
+
+
+@pytest.mark.parametrize("chunks", [{"head": 4}, {0: 5}])
+def test_slices_by_name_or_axis(chunks):
+    """A named scope, or the whole function along the batch, runs in as many slices as asked."""
+    smaller = jaxsub.sublinear(classify, verify=False, chunks=chunks)
+    (found,) = smaller.plan(HEAD, X, Y).slices
+    assert found.count == next(iter(chunks.values()))
+    assert found.label == ("whole function" if 0 in chunks else "head")
+    got, wanted = (jax.value_and_grad(f)(HEAD, X, Y) for f in (smaller, classify))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "chunks", "words"),
+    [
+        (
+            contrast,
+            {"pairs": 4},
+            r"'pairs', which is not independent. `dot_general` at test_slicing.py:\d+ .*every part",
+        ),
+        (batch_norm, {0: 4}, r"dimension 0 of the batch, which is not independent. `sub` at test_slicing.py:\d+"),
+        (batch_norm, {"tail": 4}, "no equation stands in a named scope or function of that name. Scopes are 'norm'"),
+        (batch_norm, {0: 1}, "must be an int of at least 2"),
+        (batch_norm, {7: 2}, "no value there has an axis"),
+    ],
+)
+def test_what_cannot_be_sliced_is_said(loss, chunks, words):
+    """An axis that is not independent is refused with the equation that forbids it and its line."""
+    with pytest.raises(ChunksError, match=words):
+        jaxsub.plan(loss, HIDDEN, X, Y, verify=False, chunks=chunks)
+
+
+def test_chunks_takes_few_words():
+    """Anything else that is given for `chunks` is refused at once."""
+    with pytest.raises(ValueError, match='chunks is "auto", True, False or'):
+        jaxsub.sublinear(classify, chunks="all")
+
+
+def test_batch_statistics_are_never_sliced():
+    """No run of a model with batch norm or a contrastive loss is sliced along its batch."""
+    for loss in (batch_norm, contrast):
+        program = trace(loss, (HIDDEN, X, Y), {})
+        found = [run for runs in candidates(program, get_target(None), 2**16) for run in runs]
+        assert [run for run in found if program.graph.values[run.value].shape[run.dim] == ROWS] == []
+
+
+def test_a_plan_in_slices_is_saved_and_loaded(tmp_path):
+    """A plan in slices is the same after a file, and emits the same function."""
+    plan = jaxsub.plan(classify, HEAD, X, Y, verify=False, chunks={"head": 4})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    again = jaxsub.sublinear(classify, plan=tmp_path / "plan.json")
+    np.testing.assert_allclose(again(HEAD, X, Y), classify(HEAD, X, Y), rtol=1e-5)
+
+
+def test_a_plan_in_slices_belongs_to_its_program():
+    """A plan in slices is refused for another function."""
+    plan = jaxsub.plan(classify, HEAD, X, Y, verify=False, chunks={"head": 4})
+    with pytest.raises(jaxsub.PlanMismatchError):
+        jaxsub.sublinear(mlp, plan=plan)(HIDDEN, X, Y)
+
+
+def test_folding_twice_makes_the_same_program():
+    """A program's runs in slices fold to the same equations every time, so that prices are found again."""
+    program = trace(classify, (HEAD, X, Y), {})
+    runs = jaxsub.plan(classify, HEAD, X, Y, verify=False, chunks={"head": 4}).slices
+    assert with_slices(program, runs).fingerprint == with_slices(program, runs).fingerprint
+    assert with_slices(program, runs).fingerprint != program.fingerprint
+    assert with_slices(program, ()) is program
+
+
+def test_second_derivatives_of_a_plan_in_slices():
+    """Hessian products and tangents through a plan in slices are the plain program's."""
+    params, x, y = {**HEAD, "head": HEAD["head"][:, :20]}, X[:24], Y[:24] % 20
+    sliced = jaxsub.sublinear(classify, verify=False, chunks={"head": 4})
+    products = (jax.jvp(jax.grad(lambda p, f=f: f(p, x, y)), (params,), (params,)) for f in (sliced, classify))
+    got, wanted = products
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_rows_of_a_slice_by_target():
+    """As many rows as keep a device's arithmetic busy: 1,024 on an H100."""
+    assert least_rows(get_target("h100")) == 1024
+    assert least_rows(get_target(None)) <= 64
