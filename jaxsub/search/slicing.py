@@ -156,14 +156,13 @@ def _named_run(program: Program, name: Any) -> tuple[int, int]:
 
 
 def _label(program: Program, start: int, stop: int) -> str:
-    """What a run is called: the whole function, the scope that all of it stands in, or the line of its widest value."""
+    """What a run is called: the whole function, or the scope or the line of its widest value."""
     nodes = program.graph.nodes[start:stop]
     if stop - start == len(program.graph.nodes):
         return "whole function"
-    shared = set.intersection(*({p for p in str(node.scope).split("/") if p} for node in nodes))
-    if shared:
-        return max(shared, key=len)
     widest = max(nodes, key=lambda node: sum(program.graph.values[v].n_bytes for v in node.outputs))
+    if widest.scope:
+        return widest.scope.split("/")[-1]
     kind = "head" if stop == len(program.graph.nodes) else "run"
     return f"{kind} at {widest.source}" if widest.source else kind
 
