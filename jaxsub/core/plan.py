@@ -113,12 +113,10 @@ class Plan:
         measurement: What the compiler reported; `None` before it is verified.
         plain_measurement: What the compiler reported of the program without it.
         is_optimal: Whether the planner proved it optimal in its memory model.
-        lower_bound: A certified lower bound on `prediction.extra_flops`, in the same unit, for any schedule of the
-            same stages that needs no more memory; `None` where nobody asked (`jaxsub.plan(..., bound=True)` or
-            `planner="milp"`). That of `jaxsub.planners.milp`, Checkmate's linear relaxation.
+        lower_bound: A certified lower bound on `prediction.extra_flops` for any schedule of the same stages that needs
+            no more memory, that of `jaxsub.planners.milp`; `None` where nobody asked (`bound=True`, `planner="milp"`).
         holdings: What it keeps, largest first, in words.
-        equations: Four hexadecimal digits for each equation of its program, to name the first that differs where it
-            is refused; empty where nobody noted them.
+        equations: Four hexadecimal digits for each equation of its program, to name the first that differs.
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
         slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.

@@ -38,7 +38,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxsub.plan import Plan
+        >>> from jaxsub.core.plan import Plan
         >>> from jaxsub.jaxpr.trace import trace
         >>> program = trace(lambda x: jnp.sin(jnp.sin(x)).sum(), (1.0,), {})
         >>> counts = [1] + [0] * (len(program.eqns) - 1)

@@ -86,6 +86,7 @@ def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], s
         ValueError: If the dimension has a single element.
 
     Example:
+        >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w).sum())(jnp.ones((4, 2)), jnp.ones((2, 3))).jaxpr
         >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
         >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]

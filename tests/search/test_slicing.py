@@ -147,10 +147,9 @@ def test_chunks_takes_few_words():
 
 def test_batch_statistics_are_never_sliced():
     """No run of a model with batch norm or a contrastive loss is sliced along its batch."""
-    for loss in (batch_norm, contrast):
+    for loss, scope, primitive in ((batch_norm, "norm", "reduce_sum"), (contrast, "pairs", "dot_general")):
         program = trace(loss, (HIDDEN, X, Y), {})
-        statistics = [n for n in program.graph.nodes if n.primitive in ("reduce_sum", "dot_general")]
-        mixing = {n.index for n in statistics if n.scope in ("norm", "pairs")}
+        mixing = {n.index for n in program.graph.nodes if n.scope == scope and n.primitive == primitive}
         assert mixing
         found = [run for runs in candidates(program, get_target(None), 2**16) for run in runs]
         assert [run for run in found if run.length == ROWS and mixing & set(range(run.start, run.stop))] == []
