@@ -66,7 +66,7 @@ def random_plan(program, seed):
 
 def planned(program, seed):
     """A planner's own plan for a program, at a random budget."""
-    chain = Pricer(program, get_target(None), is_compiled=False).chain(cut_choices(program)[seed % 2 - 1])
+    chain = Pricer(program, get_target(None)).chain(cut_choices(program)[seed % 2 - 1])
     planner = get(("auto", "chen", "cheap", "recursive(1)", "revolve", "barriers")[seed % 6])
     plain = get("plain")(chain, None).prediction.temp_bytes
     try:

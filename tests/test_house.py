@@ -23,9 +23,9 @@ jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardi
 devices: __init__ aot_worker targets aot compile
 partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload at_slice chunks folding regions scan_rotation scan_unrolling scans emit
-costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion shared_weights probes
-    probe_compiles split_k fusion live_ranges cond_options dead_inputs roofline scan_options loop_costs chain_builder
-search: __init__ slicing belonging candidates name_overrides verify budget_search plan_cache pipeline call_sites
+costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
+    split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
+search: __init__ bracket slicing belonging candidates name_overrides verify budget_search plan_cache pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ sizing report jit max_batch
 policies: kinds names remat3 wrap __init__

@@ -88,7 +88,7 @@ def measure(build: Callable[[], models.Built], share: float) -> dict[str, Any]:
     with timed(seconds, "cut"):
         cuts = cut_choices(program)[0]
     with timed(seconds, "price"):
-        chain = Pricer(program, get_target(None), is_compiled=False).chain(cuts)
+        chain = Pricer(program, get_target(None)).chain(cuts)
         budget = int(share * predict(chain, chain.plain()).temp_bytes)
     with timed(seconds, "plan"):
         plan = finish(program, get("auto")(chain, budget), Budget(n_bytes=budget))

@@ -1,7 +1,6 @@
 """How well peaks are predicted: what is predicted of plans at their first try, beside what the compiler allocates.
 
-For each network, target and budget a plan is made and compiled, before any repair: once with costs that the compiler
-was asked for, stage by stage, and once with analytic costs, made without any compiler. `error` is predicted over
+For each network, target and budget a plan is made and compiled, before any repair. `error` is predicted over
 occupied bytes, less one; `of allocated` is predicted over allocated bytes, less one; `packing` is what the compiler
 allocates over the most that it occupies at one time: the gaps that its heap is left with, which no plan can know of.
 
@@ -38,7 +37,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.planners import get
-from jaxsub.search.candidates import settle
+from jaxsub.search.candidates import Candidates, Way
 from jaxsub.search.verify import cut_choices, gradient
 
 HERE = Path(__file__).parent
@@ -49,7 +48,7 @@ from records import MIB, Cell, Measured, fill, load  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "prediction" / "prediction.json"
 BUDGETS = ("plain", "0.7", "0.4", "0.2", "least")
-COSTS, TARGETS = ("compiled", "analytic"), ("cpu", "h100")
+TARGETS = ("cpu", "h100")
 
 SIZES: dict[str, dict[str, Any]] = {
     "chain": {"layers": 32, "batch": 4096, "width": 256},
@@ -62,8 +61,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Each large enough that activations, not weights, hold the memory, and compiled in seconds."""
 
-AIMS = {"compiled": (0.01, 0.08), "analytic": (0.05, 0.30)}
-"""The median and the worst error that each kind of costs is to keep to."""
+AIMS = (0.05, 0.30)
+"""The median and the worst error that predictions are to keep to."""
 
 PAGE = """# Predicted peaks beside compiled ones
 
@@ -85,20 +84,21 @@ def program_of(name: str, is_toy: bool) -> Program:
 
 
 @functools.cache
-def pricer_of(name: str, is_toy: bool, target: Target, costs: str, store: Store) -> Pricer:
-    """What prices a network for all budgets: its stages are traced once, its prices are in the store."""
-    return Pricer(program_of(name, is_toy), target, costs == "compiled", store)
+def pricer_of(name: str, is_toy: bool, target: Target) -> Pricer:
+    """What prices a network for all budgets: its stages are traced once."""
+    return Pricer(program_of(name, is_toy), target)
 
 
-def measure(name: str, is_toy: bool, target_name: str, costs: str, budget: str, store: Store) -> dict[str, int]:
+def measure(name: str, is_toy: bool, target_name: str, budget: str, store: Store) -> dict[str, int]:
     """One cell: plan for a budget, at the first try, and compile."""
-    program, target, planner = program_of(name, is_toy), get_target(target_name), get("auto")
-    cuts = cut_choices(program)[0]
-    pricer = pricer_of(name, is_toy, target, costs, store).anew()
+    target = get_target(target_name)
+    pricer = pricer_of(name, is_toy, target)
+    cuts = cut_choices(pricer.program)[0]
     program, plan = pricer.program, get("plain")(pricer.chain(cuts), None)
     if budget != "plain":
         plain_bytes = compiled_bytes(program, plan, target, store)[0]
-        plan = settle(pricer, cuts, planner, 1 if budget == "least" else math.floor(float(budget) * plain_bytes))
+        asked = 1 if budget == "least" else math.floor(float(budget) * plain_bytes)
+        plan = Candidates(pricer, get("auto"), [cuts]).plan(Way(cuts), asked)
     assert plan.prediction is not None
     allocated, occupied = compiled_bytes(program, plan, target, store)
     return {"predicted": plan.prediction.temp_bytes, "occupied": occupied, "allocated": allocated}
@@ -161,12 +161,11 @@ def _covered(places: list[tuple[int, int]]) -> int:
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """The cells asked for."""
     store = Store(options.cache)
-    for costs in options.costs:
-        for target in options.targets:
-            for name in options.models:
-                for budget in BUDGETS:
-                    run = functools.partial(measure, name, options.toy, target, costs, budget, store)
-                    yield Cell(f"{costs}/{target}/{name}/{budget}", run)
+    for target in options.targets:
+        for name in options.models:
+            for budget in BUDGETS:
+                run = functools.partial(measure, name, options.toy, target, budget, store)
+                yield Cell(f"{target}/{name}/{budget}", run)
 
 
 def error(row: dict[str, Any]) -> float:
@@ -189,39 +188,39 @@ SHARES = {"error": error, "of allocated": of_allocated, "packing": packing}
 
 def table(measured: Measured) -> None:
     """Print a page: what became of the aims, then every cell."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     lines = []
     for key, row in sorted(measured.items(), key=lambda item: _order(item[0])):
-        costs, target, name, budget = key.split("/")
-        groups.setdefault((costs, target), []).append(row)
+        target, name, budget = key.split("/")
+        groups.setdefault(target, []).append(row)
         sizes = " | ".join(f"{row[what] / MIB:.2f}" for what in ("predicted", "occupied", "allocated"))
         shares = " | ".join(f"{share(row):.1%}" for share in SHARES.values())
-        lines.append(f"| {costs} | {target} | {name} | {budget} | {sizes} | {shares} |")
+        lines.append(f"| {target} | {name} | {budget} | {sizes} | {shares} |")
     print(PAGE)
-    print(f"| costs | target | cells | aims | {' | '.join(f'{share}: median | worst' for share in SHARES)} |")
-    print("|" + "---|" * (4 + 2 * len(SHARES)))
-    for (costs, target), rows in groups.items():
+    print(f"| target | cells | aims | {' | '.join(f'{share}: median | worst' for share in SHARES)} |")
+    print("|" + "---|" * (3 + 2 * len(SHARES)))
+    for target, rows in groups.items():
         found = [[abs(share(row)) for row in rows] for share in SHARES.values()]
         said = " | ".join(f"{median(sizes):.1%} | {max(sizes):.1%}" for sizes in found)
-        aims = " and ".join(f"{aim:.0%}" for aim in AIMS[costs])
-        print(f"| {costs} | {target} | {len(rows)} of {len(SIZES) * len(BUDGETS)} | {aims} | {said} |")
-    print(f"\n| costs | target | network | budget | predicted | occupied | allocated | {' | '.join(SHARES)} |")
-    print("|" + "---|" * (7 + len(SHARES)), *lines, sep="\n")
+        aims = " and ".join(f"{aim:.0%}" for aim in AIMS)
+        print(f"| {target} | {len(rows)} of {len(SIZES) * len(BUDGETS)} | {aims} | {said} |")
+    print(f"\n| target | network | budget | predicted | occupied | allocated | {' | '.join(SHARES)} |")
+    print("|" + "---|" * (6 + len(SHARES)), *lines, sep="\n")
     sizes = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in size.items())}" for name, size in SIZES.items())
     print(f"\nSizes: {sizes}.")
 
 
 def broken(measured: Measured) -> Iterator[str]:
     """A sentence for each aim that is missed."""
-    for costs, target in dict.fromkeys(tuple(key.split("/")[:2]) for key in measured):
-        errors = [abs(error(row)) for key, row in measured.items() if key.startswith(f"{costs}/{target}/")]
-        found = zip(("median", "worst"), (median(errors), max(errors)), AIMS[costs], strict=True)
-        yield from (f"{costs} costs, {target}: {what} error {size:.1%}, the aim is {aim:.0%}"
+    for target in dict.fromkeys(key.split("/")[0] for key in measured):
+        errors = [abs(error(row)) for key, row in measured.items() if key.startswith(f"{target}/")]
+        found = zip(("median", "worst"), (median(errors), max(errors)), AIMS, strict=True)
+        yield from (f"{target}: {what} error {size:.1%}, the aim is {aim:.0%}"
                     for what, size, aim in found if size > aim)  # fmt: skip
 
 
 def _order(key: str) -> tuple[int, ...]:
-    places = (COSTS, TARGETS, tuple(SIZES), BUDGETS)
+    places = (TARGETS, tuple(SIZES), BUDGETS)
     return tuple(place.index(part) if part in place else len(place)
                  for part, place in zip(key.split("/"), places, strict=True))  # fmt: skip
 
@@ -234,7 +233,6 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="measure nothing: the table from the results alone")
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES), help="names in tests/zoo.py")
     parser.add_argument("--targets", nargs="+", default=None, help="names of devices; cpu and h100 where left out")
-    parser.add_argument("--costs", nargs="+", default=list(COSTS), choices=COSTS)
     parser.add_argument("--results", type=Path, default=None, help="the file that keeps the results")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further cell after so many")
     parser.add_argument("--cache", default=None, help="where prices and measurements are kept; left out: in memory")

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 
 import jaxsub
-from jaxsub.targets import get_target
+from jaxsub.devices.targets import get_target
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]

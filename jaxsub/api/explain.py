@@ -233,6 +233,6 @@ def explain(
 def explanation_of(program: Program, target: Any = None) -> Explanation:
     """The explanation of a traced program."""
     found = residuals_of(program)
-    pricer = Pricer(program, get_target(target), is_compiled=False)
+    pricer = Pricer(program, get_target(target))
     made = tuple(r for r in found if not r.is_given)
     return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier_of(pricer, points=6))

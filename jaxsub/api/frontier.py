@@ -157,7 +157,7 @@ def frontier(
         raise ValueError(f"a frontier has at least 2 points, got points={points}")
     marked = Budget.parse(budget).n_bytes
     program = trace_call(fun, args, kwargs, argnums)
-    pricer = Pricer(program, get_target(target), is_compiled=verify, store=open_store(cache))
+    pricer = Pricer(program, get_target(target), store=open_store(cache))
     return frontier_of(pricer, points, marked, is_measured=verify)
 
 

@@ -110,7 +110,7 @@ class Sublinear(Wrapped[P, R]):
         """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
         program, settings = self._traced(args, kwargs), self.settings
         is_measured = settings.verify is True
-        pricer = Pricer(program, get_target(settings.target), is_measured, open_store(settings.cache))
+        pricer = Pricer(program, get_target(settings.target), open_store(settings.cache))
         return frontier_of(pricer, POINTS, settings.budget.n_bytes, is_measured=is_measured)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:

@@ -86,7 +86,6 @@ class Stage:
         summed_sizes: Bytes of gradients that are such sums: without barriers they are written when they are whole.
         partial_bytes: What of `keep_bytes` is gone before its backward pass writes any gradient: products in parts.
         operand_bytes: What contributions to such sums are made from, where a GPU may make them last.
-        turning_bytes: What it allocates more where no barriers stand and others that read its weights run with it.
         ahead_bytes: What of `keep_bytes` stands only because gradient barriers keep stages apart that need alike zeros.
     """
 
@@ -112,7 +111,6 @@ class Stage:
     summed_sizes: tuple[int, ...] = ()
     partial_bytes: int = 0
     operand_bytes: int = 0
-    turning_bytes: int = 0
     ahead_bytes: int = 0
 
 

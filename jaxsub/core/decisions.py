@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 
@@ -163,11 +163,3 @@ def saving_in_nests(inside: Inside, *, is_nested: bool = False) -> Iterator[Segm
         if (is_block and way.saved) or (is_nested and way.kept_saved):
             yield way
         yield from saving_in_nests(way.inside, is_nested=is_block or way.is_recomputed)
-
-
-def is_like(a: Way, b: Way) -> bool:
-    """Whether two ways are those of a loop and differ only in numbers of steps."""
-    if not isinstance(a, Loop) or not isinstance(b, Loop):
-        return False
-    shapes = [(len(w.blocks), bool(w.kept_steps), replace(w, node=0, blocks=(), kept_steps=0)) for w in (a, b)]
-    return shapes[0] == shapes[1]

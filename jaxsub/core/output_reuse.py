@@ -136,7 +136,7 @@ def unfenced(chain: Chain) -> Chain:
         >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
         [0, 8, 0, 0]
     """
-    if not any(s.joined_bytes or s.ahead_bytes or s.turning_bytes for s in chain.stages):
+    if not any(s.joined_bytes or s.ahead_bytes for s in chain.stages):
         return chain
     operands = sum(s.operand_bytes for s in chain.stages)
     least = operands + max(s.summed_bytes for s in chain.stages)
@@ -144,13 +144,13 @@ def unfenced(chain: Chain) -> Chain:
     pile, stages, late = 0, [], Counter(size for s in chain.stages for size in s.summed_sizes if is_late)
     for s in reversed(chain.stages):
         adding = pile + s.summed_bytes if is_late else 0
-        own, kept = max(adding, s.transient_bytes + s.turning_bytes + pile), max(adding, s.keep_transient_bytes + pile)
+        own, kept = max(adding, s.transient_bytes + pile), max(adding, s.keep_transient_bytes + pile)
         early = Counter(s.gradient_sizes)
         moved = early & late
         sizes = (*(early - moved).elements(), *(s.summed_sizes if is_late else ()))
         keep = s.keep_bytes - s.ahead_bytes
         stages.append(replace(s, transient_bytes=own, keep_transient_bytes=kept, keep_bytes=keep, gradient_sizes=sizes,
-                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0, turning_bytes=0,
+                              joined_bytes=0, summed_bytes=0, summed_sizes=(), ahead_bytes=0,
                               operand_bytes=0))  # fmt: skip
         pile, late = pile + (s.operand_bytes if is_late else s.joined_bytes - s.summed_bytes), late - moved
     return replace(chain, stages=tuple(reversed(stages)))
@@ -167,3 +167,21 @@ def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tu
     """
     first, last = graph.made_by(start, stop).start, graph.last_uses()
     return tuple(graph.values[first + offset].n_bytes for offset in saved if last[first + offset] < stop)
+
+
+def operand_bytes(graph: Graph, start: int, stop: int) -> int:
+    """Bytes of what contributions to shared weights' gradients are products of: activations, cotangents of results.
+
+    Args:
+        graph: The program.
+        start: The run's first node.
+        stop: The node after its last.
+    """
+    nodes = (n for n in graph.nodes[start:stop] if n.is_costly and any(_is_shared(graph, v) for v in n.inputs))
+    values = {v for n in nodes for v in (*n.inputs, *n.outputs) if not _is_shared(graph, v)}
+    return sum(graph.values[v].n_bytes for v in values)
+
+
+def _is_shared(graph: Graph, value: int) -> bool:
+    found = graph.values[value]
+    return found.producer is None and found.is_differentiated and len(found.consumers) > 1

@@ -10,9 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
-
 from jaxsub.core.graph import Graph
 from jaxsub.costs.live_ranges import unread_inputs
 from jaxsub.devices.targets import Target
@@ -47,8 +44,7 @@ def spent_inputs(
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
             is_alone = run[0] <= min(value.consumers) and max(value.consumers) < run[1]
-            is_alone = is_alone and value.index not in graph.outputs and not _is_key(traced[run][0], i)
-            is_alone = is_alone and maker in traced
+            is_alone = is_alone and value.index not in graph.outputs and maker in traced
             if is_alone and not _keeps(traced[maker], value.index - graph.made_by(*maker).start):
                 spent.append(i)
         found[run] = tuple(spent)
@@ -74,11 +70,6 @@ def spent_crossings(graph: Graph, cuts: Sequence[int], spent: Mapping[Stretch, t
 def _reads(graph: Graph, run: Stretch) -> tuple[int, ...]:
     made = graph.made_by(*run).start
     return tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
-
-
-def _is_key(run: TracedRun, place: int) -> bool:
-    """Whether an input is a PRNG key: a few words, and no number can be put in its place."""
-    return bool(jnp.issubdtype(run.inputs[place].aval.dtype, jax.dtypes.extended))
 
 
 def _keeps(made_by: Traced, offset: int) -> bool:

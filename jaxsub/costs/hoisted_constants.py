@@ -3,8 +3,6 @@
 The gradient of a look-up is scattered into zeros, that of a pooling into zeros found by arrays of indices. A CPU makes
 such arrays when the program starts. A GPU makes them where they are used; but zeros of one shape it makes in one kernel
 for all that use them, when the first is needed, and those of the other stages stand from then on.
-
-What is asked of the compiler is said here; `jaxsub.costs.probes.hoist_probe` asks.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ HOISTING = SCATTERS | {"select_and_scatter_add", "scan"}
 """Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
 
 TOGETHER = "hoisted_together"
-"""The probe that asks what stands because several stages need alike zeros: unwrapped ones too, behind barriers."""
+"""What stands because several stages need alike zeros: in unwrapped ones too, behind barriers."""
 
 Shape = tuple[tuple[int, ...], Any]
 
 
 def hoisting(run: TracedRun, shared: frozenset[Shape], *, is_cpu: bool) -> str:
-    """What to ask the compiler of a run: the name of a probe, empty where nothing is made ahead of time.
+    """Which of `hoisted` and `hoisted_together` applies to a run; empty where nothing is made ahead of time.
 
     Args:
         run: The run.

@@ -1,7 +1,6 @@
 """What the passes of a run allocate, without a compiler: lives of what its kernels make (`jaxsub.costs.fusion`).
 
 The figure is exact on hand-worked chains; `examples/results/prediction/README.md` has what it comes to on networks.
-`probes` asks the compiler itself.
 """
 
 from __future__ import annotations
@@ -85,17 +84,20 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
 
 
 def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None) -> int:
-    """What a probe of that name would say, by counting (`jaxsub.costs.probes.probe`); all but `backward`.
+    """What one pass of a run allocates.
 
     Args:
-        what: The probe's name.
+        what: `forward`, `backward`, `last` (both passes, the second at once), `unwrapped` (both, the second later),
+            `keep` and `held` (what stands between them, without and with some inputs), `hoisted`, `hoisted_together`.
         traced: The run.
-        saved: As for the probe.
+        saved: Offsets of the values that a region saves; for `last` and `held` positions of inputs that count too.
         at_once: Whether the run's backward pass starts at once.
         gpu: The GPU to compile for; `None` for a CPU.
     """
     if what == "forward":
         return forward_bytes(traced, gpu=gpu)
+    if what == "backward":
+        return backward_bytes(traced, saved, gpu=gpu)
     if what.startswith("hoisted"):
         return hoisted_bytes(traced, gpu=gpu, is_shared=what == TOGETHER)
     if what in ("keep", "held"):
@@ -162,13 +164,6 @@ def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target |
 def _kept(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
     returned = _bases(traced, filter(compat.is_var, traced.returned))
     return {v: n for v, n in _read_again(traced, gpu).items() if v not in returned and v not in traced.inputs}
-
-
-def kept_returned_bytes(traced: TracedRun) -> int:
-    """Bytes of what a run returns that its own backward pass reads: they stand anyway and must not count twice."""
-    residuals = _bases(traced, filter(compat.is_var, traced.residuals)) - set(traced.inputs)
-    returned = _bases(traced, filter(compat.is_var, traced.returned))
-    return sum(aval_bytes(v.aval) for v in residuals & returned)
 
 
 def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:

@@ -12,7 +12,7 @@ All are estimated by counting, here:
     again       a forward pass for each level, and what a step does not save
 
 All steps of a short loop may also be written out and planned as a program of their own (`unroll`), where that needs
-much less. The ways none of which is better in all three are offered; the compiler corrects those that a plan uses.
+much less. The ways none of which is better in all three are offered.
 
 Sources: blocks of √L steps are Chen et al. (2016), section 4.3; their nesting is section 4.4; carries are the
 checkpoints of Griewank and Walther, *Revolve* (2000), which keeps single steps' starts where this keeps equal blocks.
@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jaxsub.core.decisions import Inside, Loop, saving_in_nests
@@ -54,8 +55,6 @@ NEAR_FLOPS = 0.01
 
 MUCH_LESS = 0.85
 """Steps are written out only where that needs less than this share of what a loop does."""
-
-StepBytes = Callable[[Program], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +100,14 @@ class _Body:
     plain: _Step
 
 
-def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = None, body_chain: BodyChain | None = None,
-                 *, gpu: Target | None = None) -> tuple[LoopChoice, ...]:  # fmt: skip
+def loop_choices(
+    program: Program, node: int, body_chain: BodyChain | None = None, *, gpu: Target | None = None
+) -> tuple[LoopChoice, ...]:
     """The ways to run a scan of which none is better than another in bytes kept, transient bytes and FLOPs.
 
     Args:
         program: The program.
         node: The scan.
-        step_bytes: What the backward pass of one step allocates, its body given; where `None`, that is counted.
         body_chain: Prices the body cut into stages; where `None`, nothing is planned inside it but its loops.
         gpu: The GPU to compile for; `None` for a CPU.
 
@@ -117,7 +116,7 @@ def loop_choices(program: Program, node: int, step_bytes: StepBytes | None = Non
         `node`.
     """
     found: list[LoopChoice] = []
-    for body in _bodies(program, node, step_bytes, body_chain, gpu):
+    for body in _bodies(program, node, body_chain, gpu):
         sizes, tails = _block_sizes(body.length), _tails(body)
         ways = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
         rest = {blocks: body.length % blocks[0] if blocks else 0 for blocks in sizes}
@@ -154,24 +153,23 @@ def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:
                    and MUCH_LESS * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
 
 
-def _bodies(program: Program, node: int, step_bytes: StepBytes | None, body_chain: BodyChain | None,
-            gpu: Target | None) -> Iterator[_Body]:  # fmt: skip
+def _bodies(program: Program, node: int, body_chain: BodyChain | None, gpu: Target | None) -> Iterator[_Body]:
     """The loop as it stands, and begun in mid-step where its body is small."""
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
     length, begin = eqn.params["length"], best_place(body)
-    yield _body(body, node, length, (n_consts, n_carry), step_bytes, body_chain, gpu)
+    yield _body(body, node, length, (n_consts, n_carry), body_chain, gpu)
     ys_bytes = sum(aval_bytes(v.aval) for v in body.outvars[n_carry:])
     carry_bytes = sum(aval_bytes(v.aval) for v in body.outvars[:n_carry])
     n_costly = sum(n.is_costly for n in body.graph.nodes)
     if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
         turned = rotated(body, n_consts, n_carry, begin)
-        found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), step_bytes, None, gpu)
+        found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), None, gpu)
         yield replace(found, begin=begin)
 
 
-def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step_bytes: StepBytes | None,
-          body_chain: BodyChain | None, gpu: Target | None) -> _Body:  # fmt: skip
+def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], body_chain: BodyChain | None,
+          gpu: Target | None) -> _Body:  # fmt: skip
     n_consts, n_carry = n_inputs
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
     sizes = [aval_bytes(v.aval) for v in body.invars]
@@ -179,11 +177,11 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     xs = range(n_consts + n_carry, len(sizes))
     steps: list[_Step] = []
     plain = 0.0
-    for inner in _inner_loops(body, step_bytes, gpu):
+    for inner in _inner_loops(body, gpu):
         way = with_loops(body, inner)
         traced = trace_run(way, 0, len(way.eqns))
         plain = plain if inner else _flops(traced)
-        need = _need(traced, step_bytes(way) if step_bytes else None, gpu)
+        need = partial(analytic.backward_bytes, traced, gpu=gpu)
         steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, need)
     if body_chain is not None:
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
@@ -201,14 +199,14 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], step
     )
 
 
-def _inner_loops(body: Program, step_bytes: StepBytes | None, gpu: Target | None) -> list[tuple[Loop, ...]]:
+def _inner_loops(body: Program, gpu: Target | None) -> list[tuple[Loop, ...]]:
     """How the loops inside a body may run, all of them alike: plainly, and then with less and less memory.
 
     A plan of the body (`jaxsub.costs.body_options`) keeps what crosses between its stages. Where nothing but a loop in
     it runs otherwise, what JAX keeps of the whole body is less: only so is anything saved where nothing runs again.
     """
     nodes = find_loops(body)
-    ladders = [_ladder(loop_choices(body, n, step_bytes, gpu=gpu)) for n in nodes]
+    ladders = [_ladder(loop_choices(body, n, gpu=gpu)) for n in nodes]
     settings: list[tuple[Loop, ...]] = [()]
     for rank in range(max(map(len, ladders), default=0)):
         settings.append(tuple(ladder[min(rank, len(ladder) - 1)] for ladder in ladders if ladder))
@@ -223,12 +221,6 @@ def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
             steps.append(c)
     chosen = {round(i * (len(steps) - 1) / (INNER_RANKS - 1)) for i in range(INNER_RANKS)} if steps else set()
     return [steps[i].loop for i in sorted(chosen)]
-
-
-def _need(traced: TracedRun, said: int | None, gpu: Target | None) -> Callable[[tuple[int, ...]], int]:
-    """What a step's backward pass allocates, by what it saves: by counting, in proportion to what the compiler said."""
-    scale = 1.0 if said is None else said / max(analytic.backward_bytes(traced, (), gpu=gpu), 1)
-    return lambda saved: int(scale * analytic.backward_bytes(traced, saved, gpu=gpu))
 
 
 def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_consts: int, n_carry: int,

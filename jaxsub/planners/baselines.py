@@ -2,12 +2,11 @@
 
 `plain` leaves the program as it is. `barriers` puts a gradient barrier in front of every stage, so that the weight
 gradients of one stage are added up before the backward pass goes on: free at run time, and where weights are shared
-often a large saving. Without shared weights the two need the same. `Bare` leaves the barriers of any other planner out.
+often a large saving. Without shared weights the two need the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxsub.core.chain import Chain
@@ -61,31 +60,3 @@ class Barriers:
             InfeasibleBudgetError: If the program is predicted not to fit.
         """
         return Candidates(chain, lambda _: chain.plain(), "barriers").cheapest([0], budget_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """A planner whose plans have no gradient barriers, on chains that are priced without them.
-
-    Attributes:
-        planner: The planner.
-
-    Example:
-        >>> from jaxsub.core.chain import Stage
-        >>> Bare(Barriers())(Chain((Stage(0, 4), Stage(4, 9)), (), ()), None).barriers
-        ()
-    """
-
-    planner: Callable[[Chain, int | None], Plan]
-
-    def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for the planner's natural plan.
-
-        Raises:
-            InfeasibleBudgetError: If no plan is predicted to fit.
-        """
-        return self.planner(unfenced(chain), budget_bytes).replace(barriers=())

@@ -1,6 +1,6 @@
-"""Ask a planner for many budgets: what it has worked out of a chain is kept while the chain stays the same.
+"""Ask a planner for many budgets: what it has worked out of a chain is kept.
 
-The repair of a plan asks for one budget after another on a chain that seldom changes. A planner that works out all
+The search for a plan asks for one budget after another on a few chains. A planner that works out all
 budgets at once, as `optimal` fills its tables, says so by a method `solved(chain)`, which returns a function of the
 budget; of any other planner nothing is kept.
 """
@@ -17,28 +17,26 @@ from jaxsub.core.plan import Plan
 Answer = Callable[[int | None], Plan]
 
 
-def solves_all(planner: Callable[[Chain, int | None], Plan]) -> bool:
-    """Whether a planner works out all budgets of a chain at once."""
-    return hasattr(planner, "solved")
-
-
 def solved(planner: Callable[[Chain, int | None], Plan], chain: Chain) -> Answer:
     """A planner's plans of one chain, as a function of the budget in bytes."""
     own: Callable[[Chain], Answer] | None = getattr(planner, "solved", None)
     return partial(planner, chain) if own is None else own(chain)
 
 
+KEPT_CHAINS = 4
+"""Of so many chains what was worked out is kept: a program has few partitions."""
+
+
 @dataclass(slots=True, eq=False)
 class Held:
-    """A planner that keeps what it knows of the chain it was asked for last.
+    """A planner that keeps what it has worked out of the last few chains.
 
     Attributes:
         planner: The planner.
     """
 
     planner: Callable[[Chain, int | None], Plan]
-    _chain: Chain | None = field(init=False, default=None)
-    _answer: Answer | None = field(init=False, default=None)
+    _answers: list[tuple[Chain, Answer]] = field(init=False, default_factory=list)
 
     def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
         """Plan a chain.
@@ -50,7 +48,8 @@ class Held:
         Raises:
             InfeasibleBudgetError: If no plan is predicted to fit.
         """
-        if self._answer is None or chain != self._chain:
-            self._answer = solved(self.planner, chain)
-            self._chain = chain
-        return self._answer(budget_bytes)
+        answer = next((answer for known, answer in self._answers if known is chain or known == chain), None)
+        if answer is None:
+            answer = solved(self.planner, chain)
+            self._answers = [*self._answers[1 - KEPT_CHAINS :], (chain, answer)]
+        return answer(budget_bytes)

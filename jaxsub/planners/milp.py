@@ -78,7 +78,6 @@ class Bounded:
 
     Attributes:
         planner: The planner.
-        is_quick: Whether it works out all budgets of a chain at once: then plans of smaller budgets are looked at too.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Stage
@@ -90,7 +89,6 @@ class Bounded:
     """
 
     planner: Callable[[Chain, int | None], Plan]
-    is_quick: bool = True
     _chains: dict[Prediction, Chain] = field(init=False, default_factory=dict)
 
     def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:

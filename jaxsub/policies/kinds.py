@@ -253,7 +253,7 @@ def _within(program: Program, found: Sequence[Choice], n_bytes: int) -> set[int]
 
 def _planned(program: Program, planner: Planner) -> Plan:
     """A planner's own plan by predicted costs; in a part of a network what it leaves unwrapped is wrapped too."""
-    pricer = Pricer(program, get_target(None), is_compiled=False)
+    pricer = Pricer(program, get_target(None))
     plan = planner(pricer.chain(find_cuts(program.graph), sizes=()), None)
     if program.loss is not None:
         return plan

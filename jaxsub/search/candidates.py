@@ -1,174 +1,131 @@
-"""Which way to cut a program a planner is asked on, for which budget, and what it then offers, before any compile.
+"""Choose the partition that a planner is asked on.
 
-Ways to cut and a budget in bytes go in; offers come out: a way to cut, and the budget to plan for on it. What regions
-cost is asked of the compiler as far as plans use them; whole programs are compiled by `jaxsub.search.budget_search`
-alone.
+Partitions (ways to cut a program into stages) and a budget in bytes go in; `Way`s come out, the most promising first.
+Nothing is compiled here; `jaxsub.search.budget_search` compiles whole plans.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsub.core.chain import Chain
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.plan import Plan
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.planners import Planner
 
-LARGE, GAIN = 0.25, 0.009
-"""Finer stages are tried where a plan executes anything worth it again, in stages whose backward pass takes this share
-of the budget, and taken where they spare this share of a forward pass, .3 % of a gradient: they cost compiles, and
-barriers."""
+GAIN = 0.03
+"""What another partition, or another compile, must spare: this share of a forward pass, 1 % of a gradient's FLOPs."""
 
-NOTHING = 1e-3
-"""What is executed again below this share of a forward pass counts as nothing: a scalar here and there."""
-
-FEW_STAGES, COUNTING = 64, 0.25
-"""What a budget too small for a way to cut buys on others is looked at where these have at most so many stages: longer
-chains execute far more again at their least than at larger budgets. Counting may say that they need as much more."""
+LARGE = 0.25
+"""Stages whose backward pass takes this share of the budget are cut as finely as any partition cuts them."""
 
 NEARLY = 1e-3
-"""Share of the least predicted peak: plans that need as much more are tried before the one with the least."""
+"""Share of the least predicted peak: a plan that needs so much more may recompute far less than the least."""
 
-HALF = 0.5
-"""Where more than this share of a forward pass is executed again, plans of other stages are looked at: prices of theirs
-cost compiles, and budgets that buy more seldom gain by it."""
-
-PACKING = 0.12
-"""Ways to cut on which the least is predicted within this share of the lowest may hold the least: by as much the
-compiler's packing of buffers adds to what is alive."""
-
-REFINEMENTS = 6
-"""How often a planner is asked again after the compiler has corrected the price of regions it used."""
-
-
-def settle(pricer: Pricer, cuts: Sequence[int], planner: Planner, budget_bytes: int | None,
-           slack: float = 0.0) -> Plan:  # fmt: skip
-    """Ask a planner until every region it uses has a true price.
-
-    A planner that says nothing fits is asked for its least, or a share more: last bytes can cost a forward pass.
-    """
-    for _ in range(REFINEMENTS):
-        chain = pricer.chain(cuts)
-        try:
-            plan = planner(chain, budget_bytes)
-        except InfeasibleBudgetError as error:
-            plan = planner(chain, int(error.least_bytes * (1 + slack)))
-        if not pricer.refine(plan):
-            break
-    return plan
-
-
-def natural(pricer: Pricer, cut_choices: Sequence[Sequence[int]], planner: Planner) -> Plan:
-    """The plan without a budget: on the first way to cut on which it is predicted to need the least, or nearly."""
-    plans = [settle(pricer, cuts, planner, None) for cuts in cut_choices]
-    least = min(map(predicted_bytes, plans))
-    return next(plan for plan in plans if predicted_bytes(plan) <= least * (1 + NEARLY))
-
-
-def lowest(pricer: Pricer, planner: Planner, choices: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The ways to cut whose least plans may be the least, those first on which it is predicted lowest.
-
-    They are the same whatever the budget: who asks for what the smallest of these plans needs gets it.
-    """
-    least = sorted((_least_on(pricer.anew().chain(cuts), planner), i) for i, cuts in enumerate(choices))
-    return [choices[i] for n_bytes, i in least if n_bytes <= least[0][0] * (1 + PACKING)]
+FEW_STAGES = 64
+"""Of longer chains only the likeliest partition is looked at where it is predicted to fit: others take long."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A way to cut, and how to plan on it.
+class Way:
+    """How to plan a program: a partition, and whether gradient barriers stand between its stages.
 
     Attributes:
-        cuts: The way to cut.
-        budget_bytes: What to plan for.
-        again: What is expected to be executed again, as a share of a forward pass; infinite where nothing fits.
+        cuts: The first node of each stage, and the number of nodes last.
+        has_barriers: Whether plans have barriers.
     """
 
-    cuts: Sequence[int]
-    budget_bytes: int
-    again: float
+    cuts: tuple[int, ...]
+    has_barriers: bool = True
 
 
-def promising(pricer: Pricer, planner: Planner, budget_bytes: int, choices: Sequence[Sequence[int]]) -> list[Offer]:
-    """The first way to cut on which the planner predicts to fit, or else the one on which it needs least.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A program's plans before any compile: for each way and budget the planner's own.
 
-    Where that way executes anything again that is worth it, stages whose own backward pass takes much of the budget are
-    cut as finely as any way cuts them, if that is predicted to pay. A budget too small for that way is planned on
-    others; where the largest such budget executes less again there, that comes first: it serves the larger one too.
+    Attributes:
+        pricer: Prices the program.
+        planner: The planner.
+        choices: Partitions, the likeliest first.
     """
-    least: list[tuple[int, Sequence[int]]] = []
-    for i, cuts in enumerate(choices):
-        chain = pricer.anew().chain(cuts)
+
+    pricer: Pricer
+    planner: Planner
+    choices: Sequence[tuple[int, ...]]
+
+    def chain(self, way: Way) -> Chain:
+        """The chain that the planner is asked on."""
+        chain = self.pricer.chain(way.cuts)
+        return chain if way.has_barriers else unfenced(chain)
+
+    def plan(self, way: Way, budget_bytes: float | None, slack: float = 0.0) -> Plan:
+        """The planner's plan; where it says that nothing fits, its least, or one that needs a share more."""
+        chain = self.chain(way)
+        asked = None if budget_bytes is None else max(1, int(budget_bytes))
         try:
-            own = Offer(cuts, budget_bytes, share_again(planner(chain, budget_bytes)))
+            plan = self.planner(chain, asked)
         except InfeasibleBudgetError as error:
-            least.append((error.least_bytes, cuts))
-            continue
+            plan = self.planner(chain, int(error.least_bytes * (1 + slack)))
+        return plan if way.has_barriers else plan.replace(barriers=())
+
+    def refusing(self, way: Way, budget_bytes: int) -> Plan:
+        """The planner's plan.
+
+        Raises:
+            InfeasibleBudgetError: If it says that nothing fits.
+        """
+        plan = self.planner(self.chain(way), budget_bytes)
+        return plan if way.has_barriers else plan.replace(barriers=())
+
+    def natural(self, choices: Sequence[tuple[int, ...]]) -> Plan:
+        """The plan without a budget: on the first partition on which it is predicted to need the least, or nearly."""
+        plans = [self.plan(Way(cuts), None) for cuts in choices]
+        least = min(map(predicted_bytes, plans))
+        return next(plan for plan in plans if predicted_bytes(plan) <= least * (1 + NEARLY))
+
+    def ranked(self, budget_bytes: int) -> list[Way]:
+        """The ways, those first on which least is predicted to be recomputed within a budget.
+
+        The first partition stays first where no other spares more than `GAIN`, so a smaller budget never spares more
+        than that. Where nothing fits, those on which the least is lowest come first.
+        """
+        first = Way(self.choices[0])
+        best = self._rank(first, budget_bytes)
+        if best[0] <= GAIN or (best[0] < math.inf and len(first.cuts) > FEW_STAGES + 1):
+            return [first]
+        others = dict.fromkeys(way for way in self._others(first, budget_bytes) if way != first)
+        ranks = [(best[0] - GAIN, best[1]), *(self._rank(way, budget_bytes) for way in others)]
+        ways = [first, *others]
+        return [ways[i] for i in sorted(range(len(ways)), key=lambda i: (*ranks[i], i))]
+
+    def every(self) -> list[Way]:
+        """All ways that are looked at whatever the budget is."""
+        bare = [Way(self.choices[0], has_barriers=False)] if self._makes_zeros_ahead() else []
+        return [*map(Way, self.choices), *bare]
+
+    def _makes_zeros_ahead(self) -> bool:
+        """Whether a GPU makes zeros ahead because of barriers."""
+        return any(stage.ahead_bytes for stage in self.pricer.chain(self.choices[0]).stages)
+
+    def _others(self, first: Way, budget_bytes: int) -> Iterator[Way]:
+        chain = self.pricer.chain(first.cuts)
         large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
-        inside = {cut for other in choices for cut in other for stage in large if stage.start < cut < stage.stop}
-        if own.again > GAIN and inside - set(cuts):
-            finer = tuple(sorted({*cuts, *inside}))
-            again = _again_within(pricer.anew().chain(finer), planner, budget_bytes)
-            own = Offer(finer, budget_bytes, again) if again < own.again - GAIN else own
-        return [*_of_smaller(pricer, planner, own, cuts, choices[i + 1 :]), own]
-    cuts = next(cuts for n_bytes, cuts in least if n_bytes <= min(least)[0] * (1 + NEARLY))
-    return [Offer(cuts, budget_bytes, math.inf)]
+        inside = {cut for other in self.choices for cut in other for s in large if s.start < cut < s.stop}
+        yield Way(tuple(sorted({*first.cuts, *inside})))
+        yield from self.every()
+
+    def _rank(self, way: Way, budget_bytes: int) -> tuple[float, int]:
+        plan = self.plan(way, budget_bytes)
+        needed = predicted_bytes(plan)
+        return (recomputed_share(plan), 0) if needed <= budget_bytes else (math.inf, needed)
 
 
-def _of_smaller(
-    pricer: Pricer, planner: Planner, own: Offer, cuts: Sequence[int], others: Iterable[Sequence[int]]
-) -> list[Offer]:
-    """What a budget too small for a way is offered on others, where that executes less again; a list of one offer.
-
-    It is counted first, and asked of the compiler only where counting does not rule it out. A planner that takes long
-    for every budget says so, and is not asked.
-    """
-    others = [other for other in others if max(len(other), len(cuts)) <= FEW_STAGES + 1]
-    if own.again <= NOTHING or not others or not getattr(planner, "is_quick", True):
-        return []
-    counted = [(pricer.anew(is_counted=True), COUNTING)] if pricer.is_compiled else []
-    found: list[Offer] = []
-    for of, room in (*counted, (pricer, 0.0)):
-        below = int(_too_small(of.anew().chain(cuts), planner, own.budget_bytes) * (1 + room))
-        found = [f for f in promising(of, planner, below, others)[:1] if f.again < own.again] if below else []
-        if not found:
-            break
-    return found
-
-
-def _too_small(chain: Chain, planner: Planner, budget_bytes: int) -> int:
-    """The largest budget that is planned on other ways too: none of a way's plans fits, or much is executed again."""
-    low, high = _least_on(chain, planner) - 1, budget_bytes
-    if _again_within(chain, planner, low + 1) <= HALF:
-        return low
-    while high - low > max(1, NEARLY * low):
-        middle = (low + high) // 2
-        is_much = _again_within(chain, planner, middle) > HALF
-        low, high = (middle, high) if is_much else (low, middle)
-    return low
-
-
-def _again_within(chain: Chain, planner: Planner, budget_bytes: int) -> float:
-    """What the planner executes again on a way to cut, as a share of a forward pass; infinite where nothing fits."""
-    try:
-        return share_again(planner(chain, budget_bytes))
-    except InfeasibleBudgetError:
-        return math.inf
-
-
-def _least_on(chain: Chain, planner: Planner) -> int:
-    """The least that the planner predicts to fit on a way to cut."""
-    try:
-        return predicted_bytes(planner(chain, 1))
-    except InfeasibleBudgetError as error:
-        return error.least_bytes
-
-
-def share_again(plan: Plan) -> float:
-    """What a plan executes again, as a share of one forward pass; 0 where it does not say."""
+def recomputed_share(plan: Plan) -> float:
+    """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
     return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
 
 

@@ -7,13 +7,16 @@ fraction the compiler confirms it.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxsub.core.budget import Budget
+from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.decisions import Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
@@ -27,17 +30,19 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.planners import Planner, get
-from jaxsub.planners.memo import Held, solves_all
+from jaxsub.planners.memo import Held
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.budget_search import fit
-from jaxsub.search.candidates import natural, promising
+from jaxsub.search.budget_search import EFFORTS, MOST_COMPILES, Effort, fit
+from jaxsub.search.candidates import GAIN, Candidates, recomputed_share
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
-from jaxsub.search.plan_cache import find_plan, put_plan, shelf_key
-from jaxsub.search.slicing import Chunks, asked, candidates
+from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
+from jaxsub.search.slicing import Chunks, asked
+from jaxsub.search.slicing import candidates as sliced_runs
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
+LOGGER = logging.getLogger("jaxsub")
 LITTLE_EXTRA = 0.05
 """A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
 
@@ -63,6 +68,8 @@ class Settings:
     in_shardings: Any = None
     offload: str | None = None
     chunks: Chunks = "auto"
+    effort: str = "default"
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
@@ -70,6 +77,10 @@ class Settings:
             raise ValueError(f"plan= is made already, and {other}= would plan anew; pass one of them")
         if not (isinstance(self.chunks, bool | Mapping) or self.chunks == "auto"):
             raise ValueError(f'chunks is "auto", True, False or {{name or axis: count}}, got {self.chunks!r}')
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort is one of {', '.join(map(repr, EFFORTS))}, got {self.effort!r}")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ValueError(f"max_seconds is None or a positive number of seconds, got {self.max_seconds!r}")
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
         if self.offload is not None and self.bound:
@@ -112,10 +123,16 @@ def _kept(program: Program, settings: Settings) -> Plan:
     key = shelf_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:
         return _planned(program, settings, target, store)
+    if (refusal := find_refusal(store, key)) is not None:
+        raise refusal
     is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
     plan = find_plan(store, key, program, target if is_measured else None)
     if plan is None:
-        plan = _planned(program, settings, target, store)
+        try:
+            plan = _planned(program, settings, target, store)
+        except InfeasibleBudgetError as error:
+            put_refusal(store, key, error)
+            raise
         put_plan(store, key, plan)
     return plan
 
@@ -130,14 +147,28 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     if settings.chunks is not False and _asks_for_slices(program, settings, plans):
         n_bytes = _budget_bytes(settings.budget, plans, refusals)
         bounded = replace(settings, budget=settings.budget if settings.budget == Budget() else Budget(n_bytes))
-        for runs in candidates(program, target, n_bytes):
-            _try(lambda runs=runs: _in_slices(program, runs, bounded, target, store), plans, refusals)  # type: ignore[misc]
-            if plans and _extra(plans[-1]) <= LITTLE_EXTRA:
+        for runs in sliced_runs(program, target, n_bytes):
+            if _is_promising(program, runs, bounded, target, store, plans):
+                _try(lambda runs=runs: _in_slices(program, runs, bounded, target, store), plans, refusals)  # type: ignore[misc]
+            if plans and recomputed_share(plans[-1]) <= LITTLE_EXTRA:
                 break
     if not plans:
         raise min(refusals, key=lambda refused: refused.least_bytes)
-    best = min(plans, key=lambda plan: (round(_extra(plan), 3), _need(plan)))
+    best = min(plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
     return _beside_plain(program, best, plans[0], settings, target, store) if best.slices else best
+
+
+def _is_promising(
+    program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store, plans: Sequence[Plan]
+) -> bool:
+    """Whether a plan in slices is predicted to spare enough beside what fits already to be worth its compiles."""
+    if not plans or settings.budget == Budget():
+        return True
+    try:
+        plan = _in_slices(program, runs, replace(settings, verify=False), target, store)
+    except InfeasibleBudgetError:
+        return False
+    return recomputed_share(plan) < min(map(recomputed_share, plans)) - GAIN
 
 
 def _beside_plain(program: Program, plan: Plan, whole: Plan, settings: Settings, target: Target, store: Store) -> Plan:
@@ -162,7 +193,7 @@ def _asks_for_slices(program: Program, settings: Settings, plans: Sequence[Plan]
         return False
     if settings.chunks is True:
         return True
-    return settings.budget != Budget() and (not plans or _extra(plans[0]) > LITTLE_EXTRA)
+    return settings.budget != Budget() and (not plans or recomputed_share(plans[0]) > LITTLE_EXTRA)
 
 
 def _budget_bytes(budget: Budget, plans: Sequence[Plan], refusals: Sequence[InfeasibleBudgetError]) -> int:
@@ -172,11 +203,6 @@ def _budget_bytes(budget: Budget, plans: Sequence[Plan], refusals: Sequence[Infe
         return refusals[0].requested_bytes
     plain = plans[0].plain_measurement or plans[0].plain_prediction
     return max(1, int((budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
-
-
-def _extra(plan: Plan) -> float:
-    """What a plan recomputes, as a share of a forward pass."""
-    return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
 
 
 def _need(plan: Plan) -> int:
@@ -196,34 +222,41 @@ def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, tar
 
 
 def _whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
-    budget, is_compiled = settings.budget, settings.verify is not False and not compat.names_axes(program.traced)
-    with Progress(settings.progress) as step:
-        pricer = Pricer(program, target, is_compiled, store, step, profile=settings.profile, offload=settings.offload)
-        verifier = verifying.Verifier(pricer)
-        wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        found = get(settings.planner)
-        planner = Bounded(wishing(program, once(program, Held(found)), wishes), is_quick=solves_all(found))
-        cuts = verifying.cut_choices(program)
+    budget = settings.budget
+    effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
+    progress = Progress(settings.progress)
+    with progress as step:
         lying = program.avals(), program.shardings, program.differentiated
-        pricer.share, pricer.gathered = data_share(*lying), gathered_bytes(*lying)
+        pricer = Pricer(program, target, store, step, settings.profile, data_share(*lying), gathered_bytes(*lying),
+                        settings.offload)  # fmt: skip
+        verifier = verifying.Verifier(pricer, MOST_COMPILES)
+        wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
+        planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
+        cuts = verifying.cut_choices(program)
+        candidates = Candidates(pricer, planner, cuts)
         if budget == Budget():
-            plan = natural(pricer, verifying.usual_choices(program, cuts), planner)
+            plan = candidates.natural(verifying.usual_choices(program, cuts))
             if settings.verify:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
         elif settings.verify is False:
-            plan = _trusted(program, pricer, planner, cuts, budget)
+            plan = _trusted(candidates, budget)
         else:
-            plain = verifier.measure(verifier.plain())
             if program.shardings:
-                pricer.share = _measured_share(pricer, cuts[0], plain)
-            n_bytes = budget.n_bytes if budget.n_bytes is not None else int(plain.temp_bytes * (budget.fraction or 1.0))
-            plan = fit(verifier, planner, budget, n_bytes, cuts)
+                share = _measured_share(pricer, cuts[0], verifier.measure(verifier.empty()))
+                verifier.pricer = pricer = replace(pricer, share=share)
+                candidates = replace(candidates, pricer=pricer)
+            n_bytes = budget.n_bytes
+            if n_bytes is None:
+                n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
+            plan = fit(verifier, candidates, budget, n_bytes, effort)
             if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
-                plan = fit(verifier, planner, budget, plain.temp_bytes - 1, cuts)
+                less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
+                plan = fit(verifier, candidates, budget, less_bytes, effort)
         plan = pricer.timed(plan)
         if wishes:
             plan = _wished(verifier, plan, wishes, budget)
+        progress.decided(plan, verifier.compiles)
         return planner.bounded(plan) if settings.bound else plan
 
 
@@ -243,8 +276,7 @@ def _fits(plan: Plan, n_bytes: int) -> bool:
 
 def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> float:
     """What one device holds of a predicted byte of the plain gradient."""
-    pricer.share, pricer.gathered = 1.0, ()
-    found = get("plain")(pricer.chain(cuts), None).prediction
+    found = get("plain")(replace(pricer, share=1.0, gathered=()).chain(cuts), None).prediction
     return min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
 
 
@@ -292,16 +324,21 @@ def once(program: Program, planner: Planner) -> Planner:
     return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
 
 
-def _trusted(program: Program, pricer: Pricer, planner: Planner, cuts: Sequence[Sequence[int]], budget: Budget) -> Plan:
-    """Plan by prediction alone."""
-    plain = get("plain")(pricer.chain(cuts[0]), None)
+def _trusted(candidates: Candidates, budget: Budget) -> Plan:
+    """Plan by prediction alone.
+
+    Raises:
+        InfeasibleBudgetError: If no plan is predicted to fit.
+    """
+    pricer = candidates.pricer
+    plain = get("plain")(pricer.chain(candidates.choices[0]), None)
     n_bytes = budget.n_bytes
     if n_bytes is None:
         n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
     if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
-        return verifying.finish(program, plain, budget)
-    offer = promising(pricer, planner, n_bytes, cuts)[0]
-    return verifying.finish(program, planner(pricer.chain(offer.cuts), offer.budget_bytes), budget)
+        return verifying.finish(pricer.program, plain, budget)
+    plan = candidates.refusing(candidates.ranked(n_bytes)[0], n_bytes)
+    return verifying.finish(pricer.program, plan, budget)
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:
@@ -318,21 +355,44 @@ def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Call
 
 
 class Progress:
-    """Show what is being compiled while planning takes long; on the terminal, never in the result."""
+    """Show what is being compiled while planning takes long, on a terminal alone, and log what was decided."""
 
     def __init__(self, is_shown: bool):
         from tqdm import tqdm  # noqa: PLC0415 - not needed to import jaxsub
 
-        self.bar = tqdm(desc="jaxsub: planning", unit=" compiles", delay=PROGRESS_DELAY_SECONDS, leave=False,
-                        disable=not is_shown)  # fmt: skip
+        self.is_shown = is_shown
+        self.bar = tqdm(desc="jaxsub: planning", bar_format="{desc}: {postfix} [{elapsed}]", leave=False,
+                        delay=PROGRESS_DELAY_SECONDS, disable=None if is_shown else True)  # fmt: skip
 
     def __enter__(self) -> Callable[[str], None]:
         return self.step
 
     def step(self, label: str) -> None:
-        """Count one compile."""
+        """Say what is begun."""
         self.bar.set_postfix_str(label, refresh=False)
         self.bar.update()
 
+    def decided(self, plan: Plan, n_compiles: int) -> None:
+        """Say in a line what was decided: through `logging`, and on a terminal where it took long."""
+        if not self.is_shown:
+            return
+        line = summary(plan, n_compiles)
+        LOGGER.info(line)
+        if not self.bar.disable and self.bar.format_dict["elapsed"] > PROGRESS_DELAY_SECONDS:
+            self.bar.write(f"jaxsub: {line}", file=sys.stderr)
+
     def __exit__(self, *exc: object) -> None:
         self.bar.close()
+
+
+def summary(plan: Plan, n_compiles: int) -> str:
+    """What was decided, in a line."""
+    was = f" instead of {format_bytes(plan.plain_measurement.temp_bytes)}" if plan.plain_measurement else ""
+    if plan.measurement is not None:
+        peak = f"{format_bytes(plan.measurement.temp_bytes)} measured{was}"
+    else:
+        peak = f"{format_bytes(plan.prediction.temp_bytes)} predicted" if plan.prediction else "peak unknown"
+    return (
+        f"planned by {plan.planner}: {plan.n_regions} regions, {recomputed_share(plan):.2f} of a forward pass "
+        f"recomputed, {peak}, {n_compiles} compiles"
+    )

@@ -12,10 +12,10 @@ as it says and keeps to its budget.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxsub.core.disk_cache import Store, code_digest, key_of
-from jaxsub.core.errors import PlanMismatchError, UnsupportedError
+from jaxsub.core.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import check
@@ -73,9 +73,38 @@ def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
     folded, bare = in_slices(program, plan)
     known = recalled(store, measured_key(folded, target, bare), target)
-    if found is None or plain is None or known is None:
+    if found is None or known is None:
         return False
     if replace(known, compile_seconds=found.compile_seconds) != found:  # another process may have compiled it too
         return False
-    budget_bytes = int(plain.temp_bytes * budget.fraction) if budget.fraction is not None else budget.n_bytes
-    return budget_bytes is None or found.temp_bytes <= budget_bytes
+    if budget.fraction is not None:
+        return plain is not None and found.temp_bytes <= int(plain.temp_bytes * budget.fraction)
+    return budget.n_bytes is None or found.temp_bytes <= budget.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A refusal as it is kept."""
+
+    message: str
+    requested_bytes: int
+    least_bytes: int
+    holders: tuple[str, ...]
+
+
+def put_refusal(store: Store, key: str, error: InfeasibleBudgetError) -> None:
+    """Keep that a budget was refused, and how."""
+    store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders)))
+
+
+def find_refusal(store: Store, key: str) -> InfeasibleBudgetError | None:
+    """The refusal that was kept under a key; `None` where there is none."""
+    found: _Refusal | None = store.get(_refusal_key(key), _Refusal)
+    if found is None:
+        return None
+    return InfeasibleBudgetError(found.message, requested_bytes=found.requested_bytes, least_bytes=found.least_bytes,
+                                 holders=found.holders)  # fmt: skip
+
+
+def _refusal_key(key: str) -> str:
+    return key_of("refused", key)

@@ -88,11 +88,14 @@ class Verifier:
 
     Attributes:
         pricer: The program, its target, its prices, and where they are remembered.
+        most_compiles: How many whole programs are compiled at most, for the progress.
         compiles: How many whole programs were compiled.
     """
 
     pricer: Pricer
+    most_compiles: int = 1
     compiles: int = field(init=False, default=0)
+    _pace: float = field(init=False, default=0.0)
     known: dict[Any, Measurement] = field(init=False, default_factory=dict)
 
     @property
@@ -100,14 +103,13 @@ class Verifier:
         """The program."""
         return self.pricer.program
 
-    @property
-    def remembers(self) -> bool:
-        """Whether what is compiled here need not be compiled again by whoever asks later."""
-        return self.pricer.store is not None and self.pricer.store.directory is not None
+    def empty(self) -> Plan:
+        """The plan of doing nothing."""
+        return _empty(self.program)
 
     def plain(self) -> Plan:
         """The plan of doing nothing, measured."""
-        empty = _empty(self.program)
+        empty = self.empty()
         return empty.replace(measurement=self.measure(empty))
 
     def measure(self, plan: Plan) -> Measurement:
@@ -119,17 +121,22 @@ class Verifier:
             self.known[shape] = found or self._compile(plan)
         return self.known[shape]
 
+    def expected_seconds(self, plan: Plan) -> float:
+        """How long a plan's compile is expected to take, by the last one; 0 before the first."""
+        return expected_compile_seconds(plan, self._pace)
+
     def is_known(self, plan: Plan) -> bool:
         """Whether measuring a plan would compile nothing."""
         return _shape(plan) in self.known
 
     def _compile(self, plan: Plan) -> Measurement:
         self.compiles += 1
-        empty = self.known.get(_shape(_empty(self.program)))
-        seconds = expected_compile_seconds(plan, empty.compile_seconds) if empty else 0.0
+        seconds = self.expected_seconds(plan)
         about = f", about {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
-        self.pricer.progress(f"the whole gradient, {plan.n_regions} regions{about}")
+        many = f"compile {self.compiles} of at most {max(self.most_compiles, self.compiles)}"
+        self.pricer.progress(f"{many}: the whole gradient, {plan.n_regions} regions{about}")
         found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
+        self._pace = found.compile_seconds / expected_compile_seconds(plan, 1.0)
         if self.pricer.store is not None:
             self.pricer.store.put(measured_key(self.program, self.pricer.target, plan), found)
         return found

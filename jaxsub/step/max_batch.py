@@ -1,10 +1,9 @@
 """`max_batch`: the largest batch with which a whole step fits, as it stands and planned.
 
-Memory grows about linearly with the batch. So the search doubles until a batch does not fit, or jumps to where the line
-through what was seen meets the limit, and then goes on between a batch that fits and one that does not until they are
-neighbours. Every batch is compiled for shapes alone; nothing is executed. Planned, a batch is tried under the plans
-that need least, found once and carried over to other batches of the same program; what is found is then planned as
-`jaxsub.jit` plans it, so that it is known to do so.
+Memory grows about linearly with the batch, which `jaxsub.search.bracket` makes use of. Every batch is compiled for
+shapes alone; nothing is executed. Planned, a batch is tried under the plans that need least, found once and carried
+over to other batches of the same program; what is found is then planned as `jaxsub.jit` plans it, so that it is known
+to do so.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import BudgetError, InfeasibleBudgetError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
+from jaxsub.search.bracket import largest
 from jaxsub.search.call_sites import Trial
 from jaxsub.search.pipeline import Progress
 from jaxsub.step.jit import Step, device_bytes
 from jaxsub.step.report import StepReport
 from jaxsub.step.sizing import step_bytes
-
-LEAP = 16
-"""How many times larger a batch is tried next at most: memory of very small batches says little of large ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,49 +159,3 @@ class _Batches:
         """
         step, args = self._step(batch)
         return step.report(*args)
-
-
-def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
-    """Find the largest multiple of `unit` whose bytes are within a limit.
-
-    Args:
-        bytes_of: Bytes of a batch; growing with it, about linearly.
-        limit: The limit.
-        unit: What the batch is a multiple of.
-        known: A batch that is known to fit, or 0.
-
-    Returns:
-        The batch, or 0 if not even `unit` fits.
-
-    Example:
-        >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)
-        128
-    """
-    seen: dict[int, int] = {known: bytes_of(known)} if known else {}
-    low, high, same = known, None, 0
-    batch = max(unit, 2 * known)
-    while True:
-        seen[batch] = bytes_of(batch)
-        fits = seen[batch] <= limit
-        same = (max(same, 0) + 1 if fits else min(same, 0) - 1) if high is not None else 0
-        low, high = (batch, high) if fits else (low, batch)
-        if high is not None and high - low <= unit:
-            return low
-        meets = _meet(seen, low, high, limit)
-        if high is None:
-            batch = int(min(max(2 * low if meets is None else meets, low + unit), LEAP * low)) // unit * unit
-        else:
-            halved = (low + high) // 2  # where the line has led to the same side twice
-            wanted = halved if meets is None or abs(same) > 1 else meets
-            batch = int(min(max(wanted, low + unit), high - unit)) // unit * unit
-
-
-def _meet(seen: dict[int, int], low: int, high: int | None, limit: int) -> float | None:
-    """Where the line through the two batches next to the limit meets it."""
-    below = sorted(n for n in seen if n <= low)
-    ends = [*below[-1:], high] if high is not None else below[-2:]
-    if len(ends) < 2:
-        return None
-    a, b = ends
-    slope = (seen[b] - seen[a]) / (b - a)
-    return a + (limit - seen[a]) / slope if slope > 0 else None

@@ -2,9 +2,9 @@
 
 One level, in bytes, is asked of all functions at once: each gets its best plan within that level, or keeps its own plan
 where that needs no more. Where functions run one after the other that is the best there is, since the step's peak is
-that of the worst of them. The whole step is compiled and what the compiler allocates moves the level: first by what is
-too much, then along the line through what was seen, then between a level that fits and one that does not. In the end
-each function is tried at its own plan again, for one that does not stand at the peak need not recompute anything.
+that of the worst of them. The whole step is compiled and what the compiler allocates moves the level
+(`jaxsub.search.bracket`). In the end each function is tried at its own plan again, for one that does not stand at the
+peak need not recompute anything.
 
 Whatever is compiled is remembered, and of all that fits the least recomputation is taken.
 """
@@ -19,17 +19,20 @@ from jaxsub.core.disk_cache import Store
 from jaxsub.core.plan import Measurement, Plan
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
-from jaxsub.jaxpr import compat
-from jaxsub.planners import Planner, get
+from jaxsub.planners import get
 from jaxsub.planners.memo import Held
-from jaxsub.search.budget_search import CLOSE, MARGIN, MOST_COMPILES
+from jaxsub.search.bracket import Bracket
+from jaxsub.search.budget_search import MARGIN, MOST_COMPILES
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import natural, settle
+from jaxsub.search.candidates import NEARLY, Candidates, Way, predicted_bytes
 from jaxsub.search.pipeline import once
 from jaxsub.search.verify import cut_choices, usual_choices
 
-FLAT = 0.05
-"""Where a byte less at a level saves fewer bytes of the step than this, the peak stands elsewhere."""
+SAME = 0.8
+"""Where a step needs this share of what is predicted of its largest function, a byte at a level is one of the step."""
+
+CLOSE = 0.96
+"""A step that fills this share of its memory is close enough: the next compile would gain little."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,15 +78,15 @@ class Ladder:
     progress: Callable[[str], None]
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
-    planner: Planner = field(init=False)
-    chosen: tuple[int, ...] | None = field(init=False, default=None)
+    candidates: Candidates = field(init=False)
+    chosen: Way | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
-        is_compiled = settings.verify is not False and not compat.names_axes(program.traced)
-        self.pricer = Pricer(program, self.target, is_compiled, self.store, self.progress, offload=settings.offload)
+        self.pricer = Pricer(program, self.target, self.store, self.progress, offload=settings.offload)
         self.cuts = cut_choices(program)
-        self.planner = once(program, Held(get(settings.planner)))
+        planner = once(program, Held(get(settings.planner)))
+        self.candidates = Candidates(self.pricer, planner, self.cuts)
 
     @property
     def top_bytes(self) -> int:
@@ -96,29 +99,20 @@ class Ladder:
         """The best plan within so many bytes, or the least."""
         if n_bytes >= self.top_bytes:
             return self.site.own
-        if self.chosen is None:
-            found = [(self._settled(self.pricer, cuts, n_bytes), cuts) for cuts in self.cuts]
-            fitting = (cuts for plan, cuts in found if predicted(plan) <= n_bytes)
-            self.chosen = next(fitting, min(found, key=lambda f: predicted(f[0]))[1])
-        return self._settled(self.pricer, self.chosen, n_bytes)
+        with self.site.axes():
+            if self.chosen is None:
+                self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
+            return self.candidates.plan(self.chosen, n_bytes)
 
     def least(self) -> list[Plan]:
-        """The least plan on each way to cut; the same whatever was asked before."""
-        return [self._settled(self.pricer.anew(), cuts, 1) for cuts in self.cuts]
+        """The least plan on each partition; the same whatever was asked before."""
+        with self.site.axes():
+            return [self.candidates.plan(Way(cuts), 1) for cuts in self.cuts]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
         with self.site.axes():
-            return natural(self.pricer.anew(), usual_choices(self.site.program, self.cuts), self.planner)
-
-    def _settled(self, pricer: Pricer, cuts: tuple[int, ...], n_bytes: float) -> Plan:
-        with self.site.axes():
-            return settle(pricer, cuts, self.planner, max(1, int(n_bytes)))
-
-
-def predicted(plan: Plan) -> int:
-    """What a plan is expected to need."""
-    return plan.prediction.temp_bytes if plan.prediction is not None else 0
+            return self.candidates.natural(usual_choices(self.site.program, self.cuts))
 
 
 @dataclass(slots=True, eq=False)
@@ -193,11 +187,15 @@ class Sizing:
         top = float(max(ladder.top_bytes for ladder in self.ladders.values()))
         if budget <= 0 or top <= 0:
             return
-        line = _Line(budget * (1 - MARGIN), top, self.first.measurement.temp_bytes)
-        level, seen = line.start(), {id(self.first)}
+        plain = self.first.measurement.temp_bytes
+        # where functions are spread over devices, a level is worth another number of bytes
+        bracket = Bracket(budget * (1 - MARGIN), slope=1.0 if plain >= SAME * top else None)
+        bracket.add(top, plain)
+        level, seen = max(1.0, bracket.following() or top), {id(self.first)}
         while len(self.attempts) < MOST_COMPILES:
             plans = {key: ladder.at(level) for key, ladder in self.ladders.items()}
-            level = max(level, *(predicted(p) for key, p in plans.items() if p is not self.ladders[key].site.own), 1.0)
+            planned = (plan for key, plan in plans.items() if plan is not self.ladders[key].site.own)
+            level = max(level, 1.0, *map(predicted_bytes, planned))
             found = self.attempt(plans)
             if id(found) in seen:
                 break
@@ -206,10 +204,11 @@ class Sizing:
             forward = sum(p.prediction.forward_flops for p in plans.values() if p.prediction is not None)
             if needed <= budget and (needed >= CLOSE * budget or found.extra_flops <= 1e-3 * forward):
                 break
-            following = line.after(level, needed, budget)
-            if abs(following - level) < 1e-3 * top:
+            bracket.add(level, needed)
+            following = bracket.following()
+            if following is None or abs(following - level) < NEARLY * top:
                 break
-            level = following
+            level = max(1.0, following)
 
     def _least_plans(self) -> Iterator[dict[str, Plan]]:
         """Every function at its least, on each way to cut, and at what is usual: weights' gradients may hold more."""
@@ -235,42 +234,3 @@ class Sizing:
 def _shape(plans: Mapping[str, Plan]) -> Any:
     """What of plans decides what is compiled."""
     return tuple((key, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """The next level, from levels and what the step needed at them.
-
-    Attributes:
-        aim: What the step's temporaries should come to.
-        top: The level at which every function has its own plan.
-        at_top: What the step's temporaries come to there.
-    """
-
-    aim: float
-    top: float
-    at_top: float
-    low: tuple[float, float] | None = None
-    high: tuple[float, float] | None = None
-
-    def start(self) -> float:
-        """The first level: less by what is too much; in proportion where functions are spread over devices."""
-        excess = self.at_top - self.aim
-        proportional = self.top * max(0.0, 1 - excess / max(self.at_top, 1.0))
-        direct = self.top - excess
-        return max(1.0, direct if direct > 0 and self.at_top >= 0.8 * self.top else proportional)
-
-    def after(self, level: float, needed: float, budget: float) -> float:
-        """The level to try next, once the step needed so much at a level."""
-        if needed <= budget:
-            self.low = max(self.low or (level, needed), (level, needed))
-        else:
-            self.high = min(self.high or (level, needed), (level, needed))
-        if self.low is None:
-            slope = (self.at_top - needed) / max(self.top - level, 1.0)
-            return max(1.0, level - (needed - self.aim) / slope if slope > FLAT else level / 2)
-        (a, at_a), (b, at_b) = self.low, self.high or (self.top, self.at_top)
-        if b <= a:
-            return level
-        share = (self.aim - at_a) / (at_b - at_a) if at_b > at_a else 0.5
-        return a + min(0.9, max(0.1, share)) * (b - a)

@@ -133,7 +133,7 @@ def test_branches_are_offered_for_less_and_less_memory():
     """Of the ways to run a conditional each keeps less, needs less or runs less again than any other of its form."""
     program = trace(three_branches, (WS, X), {}, argnums=(0, 1))
     (node,) = find_conditionals(program)
-    pricer = Pricer(program, get_target(None), is_compiled=False)
+    pricer = Pricer(program, get_target(None))
     found = branch_choices(program, node, pricer._body_chain)
     assert {c.is_region for c in found} == {False, True}
     assert all(c.loop.branches[1] == Inside() for c in found)
@@ -153,7 +153,7 @@ def test_a_plan_in_a_region_saves_values():
         return jnp.mean(lax.scan(step, x, ws)[0] ** 2)
 
     program = trace(f, (WS, jnp.ones((256, 8))), {}, argnums=(0, 1))
-    pricer = Pricer(program, get_target(None), is_compiled=False)
+    pricer = Pricer(program, get_target(None))
     body = body_program(program, *find_loops(program))
     plans = [plan for plan in body_plans(body, pricer._body_chain) if plan.is_region]
     saving = [plan for plan in plans if any(segment.saved for segment in walk(plan.inside.segments))]
@@ -203,10 +203,10 @@ def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
     """Where a step's inner loop saves one value a row less is kept, nothing runs again, and nothing else keeps less."""
     program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))
     (node,) = find_loops(program)
-    price = Pricer(program, get_target(None), is_compiled=False)._body_chain
+    price = Pricer(program, get_target(None))._body_chain
 
     def free():
-        ways = loop_choices(program, node, None, price)
+        ways = loop_choices(program, node, price)
         return [c for c in ways if c.again_flops < 0.01 * program.graph.nodes[node].flops]
 
     found = min(free(), key=lambda way: way.transient_bytes)

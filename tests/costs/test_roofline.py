@@ -111,7 +111,7 @@ def test_every_stage_and_option_has_seconds(name):
     """By roofline each stage takes time, and an option that saves more takes no longer to recompute."""
     loss, args = zoo.BY_NAME[name].toy()
     program = trace(loss, args, {}, argnums=0)
-    chain = Pricer(program, H100, is_compiled=False, profile="roofline").chain(find_cuts(program.graph))
+    chain = Pricer(program, H100, profile="roofline").chain(find_cuts(program.graph))
     assert chain.seconds_origin == "roofline"
     assert all(s.forward_seconds > 0 and s.backward_seconds >= 0 for s in chain.stages)
     for item in chain.items:
@@ -126,7 +126,7 @@ def test_only_the_regions_of_a_plan_are_timed(name, share):
     """By FLOPs options are not timed before they are chosen, and a plan says the same seconds as if all were."""
     loss, args = zoo.BY_NAME[name].toy()
     program = trace(loss, args, {}, argnums=0)
-    pricer = Pricer(program, H100, is_compiled=False)
+    pricer = Pricer(program, H100)
     chain = pricer.chain(find_cuts(program.graph))
     assert not any(o.recompute_seconds for item in chain.items for o in item.options if not o.loops)
 

@@ -31,7 +31,7 @@ from jaxsub.partition.inner_programs import find_loops
 
 
 def counted_chain(body, cuts):
-    return Pricer(body, get_target("cpu"), is_compiled=False).chain(cuts)
+    return Pricer(body, get_target("cpu")).chain(cuts)
 
 
 def written_out(f, args):

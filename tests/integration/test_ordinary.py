@@ -1,6 +1,5 @@
 """What everybody writes: dropout with keys that are split on, joined products, metrics behind the loss."""
 
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,6 @@ from jax.experimental import io_callback
 from six_layers import same
 
 import jaxsub
-from jaxsub.costs.chain_builder import Pricer
-from jaxsub.devices.targets import get_target
-from jaxsub.jaxpr.trace import trace
-from jaxsub.search.verify import cut_choices
 
 WEIGHTS, X = [0.2 * random.normal(k, (16, 16)) for k in random.split(random.key(1), 3)], jnp.ones((32, 16))
 
@@ -64,16 +59,6 @@ def test_dropout_is_planned(drop, make):
     loss, key = dropping(drop, is_first=drop is folded_on), make(0)
     planned = jaxsub.sublinear(loss, cache=False, progress=False)
     same(jax.jit(jax.value_and_grad(planned))(WEIGHTS, X, key), jax.jit(jax.value_and_grad(loss))(WEIGHTS, X, key))
-
-
-def test_keys_are_never_filled():
-    """No probe makes a key of a seed: of a dead input that is a key nothing is asked."""
-    program = trace(dropping(split_on), (WEIGHTS, X, random.key(0)), {})
-    pricer = Pricer(program, get_target(None), is_compiled=False)
-    for cuts in cut_choices(program):
-        for run, dead in pricer._spent([*pairwise(cuts)]).items():
-            reads = pricer._run(*run)[0].function.reads
-            assert not any("key" in program.graph.values[reads[i]].dtype for i in dead)
 
 
 def test_a_joined_product_of_a_million_elements():

@@ -303,7 +303,7 @@ def network(model: zoo.Model) -> Chain:
 
 def chain_of(loss, args) -> Chain:
     program = trace(loss, args, {})
-    return Pricer(program, get_target(None), is_compiled=False).chain(cut_choices(program)[0])
+    return Pricer(program, get_target(None)).chain(cut_choices(program)[0])
 
 
 def random_dag(seed: int):
@@ -378,7 +378,7 @@ def test_optimal_is_near_every_schedule_of_a_block(name, size):
     loss, init = model.build(**{**model.toy_size, **size})
     program = trace(loss, jax.eval_shape(init, jax.random.key(0)), {})
     for cuts in cut_choices(program):
-        near(over_milp(Pricer(program, get_target(None), is_compiled=False).chain(cuts), seconds=10))
+        near(over_milp(Pricer(program, get_target(None)).chain(cuts), seconds=10))
 
 
 def test_optimal_is_near_every_schedule():

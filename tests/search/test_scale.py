@@ -125,7 +125,7 @@ def kinds(layers):
 def pricing(layers):
     program = traced(layers)
     cuts = cut_choices(program)[0]
-    return lambda: Pricer(program, get_target(None), is_compiled=False).chain(cuts, sizes=())
+    return lambda: Pricer(program, get_target(None)).chain(cuts, sizes=())
 
 
 def alternating(program, nested):
@@ -153,7 +153,7 @@ def tracing_what_is_emitted(layers):
 
 def words(layers):
     program = traced(layers)
-    chain = Pricer(program, get_target(None), is_compiled=False).chain(cut_choices(program)[0], sizes=())
+    chain = Pricer(program, get_target(None)).chain(cut_choices(program)[0], sizes=())
     runs = [chain.recompute(s) for s in range(len(chain.stages))]
     plan = plan_from_runs(chain, runs, budget=Budget(), planner="by hand")
     return lambda: Plan.from_json(finish(program, plan, Budget()).to_json())

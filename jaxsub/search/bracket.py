@@ -1,0 +1,112 @@
+"""One search for all budgets: the largest of a quantity whose measured bytes stay within a limit.
+
+The quantity is what a planner is asked for, the level of a step's functions, or a batch; what is measured grows about
+linearly with it. Seen are the largest that fits and the smallest that does not. While there is only one of the two, the
+next is where a line of known slope through what was seen meets the limit; then it lies on the line between both, and in
+the middle where that has led to the same side twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SHARE = 0.1
+"""The next lies at least this share of the bracket away from either end: a line that is nearly flat says little."""
+
+LEAP = 16
+"""Without a slope, how many times larger the next is at most: bytes of very small batches say little of large ones."""
+
+
+@dataclass(slots=True)
+class Bracket:
+    """What was seen of a quantity.
+
+    Attributes:
+        limit: The limit, in bytes.
+        slope: Bytes that one more of the quantity is expected to take; `None` for in proportion, until two were seen.
+        low: The largest that fits, and its bytes.
+        high: The smallest that does not, and its bytes.
+
+    Example:
+        >>> bracket = Bracket(100.0, slope=1.0)
+        >>> bracket.add(100, 130)
+        >>> bracket.following()
+        70.0
+        >>> bracket.add(70, 90)
+        >>> bracket.following()
+        77.5
+    """
+
+    limit: float
+    slope: float | None = None
+    low: tuple[float, float] | None = None
+    high: tuple[float, float] | None = None
+    _last: tuple[float, float] | None = field(init=False, default=None)
+    _worst: float = field(init=False, default=0.0)
+    _same: int = field(init=False, default=0)
+
+    def add(self, quantity: float, n_bytes: float) -> None:
+        """Remember that so much of the quantity takes so many bytes."""
+        fits, was_both = n_bytes <= self.limit, self.low is not None and self.high is not None
+        self._last = (self.low if fits else self.high) or self._last
+        if fits:
+            self.low = max(self.low or (quantity, n_bytes), (quantity, n_bytes))
+        else:
+            self.high = min(self.high or (quantity, n_bytes), (quantity, n_bytes))
+        self._worst = max(self._worst, n_bytes - quantity * (self.slope or 0.0))
+        self._same = (max(self._same, 0) + 1 if fits else min(self._same, 0) - 1) if was_both else 0
+
+    def following(self) -> float | None:
+        """The next to try; `None` where nothing lies between what fits and what does not."""
+        if self.low is None and self.high is None:
+            return None
+        if self.low is None or self.high is None:
+            return self._beyond(self.low or self.high or (0.0, 0.0))
+        (a, at_a), (b, at_b) = self.low, self.high
+        if b <= a:
+            return None
+        share = (self.limit - at_a) / (at_b - at_a) if at_b > at_a and abs(self._same) < 2 else 0.5
+        return a + min(1 - SHARE, max(SHARE, share)) * (b - a)
+
+    def _beyond(self, end: tuple[float, float]) -> float:
+        """Where the line through one end meets the limit; of several misses the worst is taken to repeat itself."""
+        quantity, n_bytes = end
+        if self.slope is not None:
+            if self.high:
+                return min((self.limit - self._worst) / self.slope, quantity)
+            return quantity + (self.limit - n_bytes) / self.slope
+        if self._last is not None and self._last[0] != quantity:
+            slope = (n_bytes - self._last[1]) / (quantity - self._last[0])
+            met = quantity + (self.limit - n_bytes) / slope if slope > 0 else 2 * quantity
+        else:
+            met = quantity * self.limit / max(n_bytes, 1)
+        return min(met, LEAP * quantity) if self.low else met
+
+
+def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
+    """Find the largest multiple of `unit` whose bytes are within a limit.
+
+    Args:
+        bytes_of: Bytes of a batch; growing with it, about linearly.
+        limit: The limit.
+        unit: What the batch is a multiple of.
+        known: A batch that is known to fit, or 0.
+
+    Returns:
+        The batch, or 0 if not even `unit` fits.
+
+    Example:
+        >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)
+        128
+    """
+    seen = Bracket(limit)
+    batch = known or unit
+    while True:
+        seen.add(batch, bytes_of(batch))
+        low = int(seen.low[0]) if seen.low else 0
+        if seen.high is not None and seen.high[0] - low <= unit:
+            return low
+        most = int(seen.high[0]) - unit if seen.high else LEAP * low
+        wanted = int(seen.following() or 0) // unit * unit
+        batch = min(max(wanted, low + unit), most)
