@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     profile: bool | str
     offload: str | None
     chunks: Chunks
+    effort: str
+    max_seconds: float | None
 
 
 class Sublinear(Wrapped[P, R]):
@@ -203,6 +205,8 @@ def sublinear(
     profile: bool | str = False,
     offload: str | None = None,
     chunks: Chunks = "auto",
+    effort: str = "default",
+    max_seconds: float | None = None,
 ) -> Any:
     """Return the same function with a gradient that fits a memory budget.
 
@@ -236,7 +240,8 @@ def sublinear(
             axes say; with automatic axes nothing inside `jax.jit` says so.
         cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
             or a directory.
-        progress: Whether to show a progress bar when planning takes long.
+        progress: Whether to show, on a terminal, what is compiled when planning takes long, and to log what was decided
+            in a line (logger `jaxsub`, level `INFO`).
         profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
             distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
         offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
@@ -247,6 +252,10 @@ def sublinear(
             fraction, where nothing else fits, or recomputes more than a little. `True`: wherever it spares memory.
             `False`: never. Or counts, by the name of a `jax.named_scope` or function, or by the dimension of the batch:
             `{"head": 8}`, `{0: 4}`.
+        effort: `"low"`: the first plan that is compiled and fits is taken. `"default"`: others are compiled too, where
+            they are predicted to fit and to spare 1 % of the gradient's FLOPs.
+        max_seconds: After how many seconds nothing better than a plan that fits is looked for; one that fits is looked
+            for all the same. Processes that must come to the same plan, such as hosts of a cluster, should not use it.
 
     Returns:
         A function with the same signature. Its methods `plan`, `measure`, `frontier` and `explain` take that function's
@@ -276,7 +285,8 @@ def sublinear(
         raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
     settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
                         read_argnums(argnums), cache, progress, profile,
-                        in_shardings=in_shardings, offload=offload, chunks=chunks)  # fmt: skip
+                        in_shardings=in_shardings, offload=offload, chunks=chunks, effort=effort,
+                        max_seconds=max_seconds)  # fmt: skip
     get(planner)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -288,7 +298,8 @@ def sublinear(
 def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, planner: str | Planner = "auto",
          mirror: Mirror | None = None, verify: bool | None = None, target: Any = None, argnums: AnyArgnums = None,
          cache: AnyCache = True, progress: bool = True, profile: bool | str = False, offload: str | None = None,
-         bound: bool = False, chunks: Chunks = "auto", **kwargs: Any) -> Plan:  # fmt: skip
+         bound: bool = False, chunks: Chunks = "auto", effort: str = "default", max_seconds: float | None = None,
+         **kwargs: Any) -> Plan:  # fmt: skip
     """Plan a function without running it.
 
     Args:
@@ -304,6 +315,8 @@ def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, plann
         progress: As for `sublinear`.
         profile: As for `sublinear`.
         offload: As for `sublinear`.
+        effort: As for `sublinear`.
+        max_seconds: As for `sublinear`.
         bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
             `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
         chunks: As for `sublinear`.
@@ -328,7 +341,7 @@ def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, plann
     refuse_collisions(plan, locals())
     wrapped = sublinear(fun, budget=budget, planner=planner, mirror=mirror, verify=verify, target=target,
                         argnums=argnums, cache=cache, progress=progress, profile=profile, offload=offload,
-                        chunks=chunks)  # fmt: skip
+                        chunks=chunks, effort=effort, max_seconds=max_seconds)  # fmt: skip
     wrapped.settings = replace(wrapped.settings, bound=bound)
     return wrapped.plan(*args, **kwargs)
 

@@ -47,7 +47,7 @@ LITTLE_EXTRA = 0.05
 """A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
 
 PROGRESS_DELAY_SECONDS = 2.0
-"""Planning that takes less than this shows nothing."""
+"""Of planning that takes less than this a terminal is not told what was decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,15 +362,14 @@ class Progress:
 
         self.is_shown = is_shown
         self.bar = tqdm(desc="jaxsub: planning", bar_format="{desc}: {postfix} [{elapsed}]", leave=False,
-                        delay=PROGRESS_DELAY_SECONDS, disable=None if is_shown else True)  # fmt: skip
+                        delay=1e-9, disable=None if is_shown else True)  # fmt: skip
 
     def __enter__(self) -> Callable[[str], None]:
         return self.step
 
     def step(self, label: str) -> None:
         """Say what is begun."""
-        self.bar.set_postfix_str(label, refresh=False)
-        self.bar.update()
+        self.bar.set_postfix_str(label)
 
     def decided(self, plan: Plan, n_compiles: int) -> None:
         """Say in a line what was decided: through `logging`, and on a terminal where it took long."""
