@@ -16,7 +16,7 @@ ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
 core: __init__ errors wrapped budget graph decisions codec chain output_reuse simulate timeline folder disk_cache plan
 allocator: gradient allocation __init__
-planners: memo cheap milp_model milp_nested quantize dp_tables output_reuse_search select baselines chen recursive
+planners: memo cheap milp_model milp_nested quantize dp_tables select baselines chen recursive
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace arguments
     tangents axis_rules axis_bodies axes

@@ -61,6 +61,21 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
     return tuple((crossing, kept) for crossing, kept in totals)
 
 
+def most_hosted(chain: Chain) -> int:
+    """The most bytes that outputs can host, whatever the plan: in each place the largest value that it takes.
+
+    Example:
+        >>> from jaxsub.core.chain import Crossing, Stage
+        >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
+        >>> most_hosted(Chain(stages, (), (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))))
+        5
+    """
+    sizes = {size for c in chain.crossings for size in c.sizes} | {size for s in chain.stages for size in s.keep_sizes}
+    sizes |= {size for item in chain.items for option in item.options for size in option.saved_sizes}
+    places = (place for stage in chain.stages for place in stage.gradient_sizes)
+    return sum(max((size for size in sizes if size <= place), default=0) for place in places)
+
+
 def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
     """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
     run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]

@@ -27,9 +27,9 @@ from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.cuts import FEW_STAGES, MANY_EQUATIONS, block_ends, find_crossings, kind_of, spans_of
+from jaxsub.partition.cuts import FEW_STAGES, block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.partition.min_cut import Choice, TracedRun, choices, finer, trace_run, worth_marking
+from jaxsub.partition.min_cut import Choice, TracedRun, choices, trace_run, worth_marking
 
 REGION_SIZES = (2, 4, 8)
 """Stages in the multi-stage regions that are offered to planners."""
@@ -150,7 +150,6 @@ class Pricer:
     def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> tuple[TracedRun, tuple[Choice, ...]]:
         kind = self._kind(start, stop)
         if kind not in self._traced:
-            cuts = cuts if len(self.program.eqns) > MANY_EQUATIONS else ()
             marked = worth_marking(self.program.graph, cuts, start, stop, lambda a, b: self._run(a, b)[1])
             traced = trace_run(self.program, start, stop, marked)
             self._traced[kind] = (traced, choices(traced))
@@ -231,8 +230,7 @@ class Pricer:
         self, cuts: tuple[int, ...], first: int, end: int, stages: Sequence[Stage], zeros: Zeros
     ) -> tuple[Option, ...]:
         graph, start, stop = self.program.graph, cuts[first], cuts[end]
-        traced, found = self._run(start, stop, cuts)
-        found = finer(traced, found) if len(cuts) <= FEW_STAGES + 1 else found
+        found = self._run(start, stop, cuts)[1]
         hoisted = sum(s.hoisted_bytes for s in stages)
         pace = sum(self._seconds(s.start, s.stop).scale for s in stages) / len(stages)
         options = []

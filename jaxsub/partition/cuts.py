@@ -33,9 +33,6 @@ whose own cut is nearly as good, and to trace gradients of more is what planning
 FEW_STAGES = 8
 """Up to so many stages every run of them may stand as one region, and is looked at more closely."""
 
-MANY_EQUATIONS = 5000
-"""In larger programs what regions of several stages may save is narrowed down to what their stages save."""
-
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -39,8 +39,6 @@ MARK = "jaxsub_mark_"
 _MARK = re.compile(MARK + r"(\d+)")
 INFINITE = 2**30
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
-MOST_VALUES = 10
-"""Up to so many values every subset is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +234,6 @@ def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...
     """
     cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
     return _pareto(cut, least_gain)
-
-
-def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
-    """Find more of what a small run may save: what lies between the choices that prices find, off their convex hull.
-
-    Args:
-        traced: The run.
-        found: What `choices` finds. Of what these save every subset is looked at, if that is at most ten values.
-        least_gain: As in `choices`.
-
-    Returns:
-        Pareto-optimal choices, the one that saves nothing first.
-    """
-    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
-    values = sorted({offset for choice in found for offset in choice.saved})
-    if not 1 < len(values) <= MOST_VALUES:
-        return tuple(found)
-    every = (subset for n in range(1, len(values) + 1) for subset in combinations(values, n))
-    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, least_gain)
 
 
 def mark(x: Any, offset: int) -> Any:

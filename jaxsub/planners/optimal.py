@@ -24,11 +24,11 @@ from functools import partial
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.output_reuse import most_hosted
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.simulate import extra_flops, predict
 from jaxsub.planners.dp_tables import Tables, depth, tables_of
 from jaxsub.planners.memo import Answer
-from jaxsub.planners.output_reuse_search import MOST_STAGES, Search, most_hosted
 from jaxsub.planners.select import FEWER, infeasible
 from jaxsub.planners.split_regions import in_pieces
 
@@ -41,9 +41,7 @@ BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this
 KEPT_TABLES = 3  # scales whose tables are kept
 NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
-FAR = 2  # times the budget is too far for the scale of what outputs may host to do for the budget too
 LONG = 64  # from so many stages on a chain is long: its many steps and regions are what takes time
-CLOSE = 1e-3  # as a share: how close the least peak is found where outputs host what is stored
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
 DEEPEST = 12  # JAX traces each level of nesting in about 17 of the 1,000 calls deep that Python allows
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
@@ -90,9 +88,8 @@ class Solution:
             found += self._cheapest(useful, budget_bytes, reach, self._most_flops(found, budget_bytes))
         found = [f for f in found if f[1].temp_bytes <= budget_bytes]
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
-        better = self._searched(budget_bytes, found[0][1].extra_flops if found else math.inf)
-        if better is not None or found:
-            runs = better or self._simplest(found)
+        if found:
+            runs = self._simplest(found)
             return runs if len(self.chain.stages) >= LONG else in_pieces(self.chain, runs)
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
@@ -176,14 +173,6 @@ class Solution:
                 above = n_bytes if stride > 1 else above
         return []
 
-    def _searched(self, budget_bytes: int, most_flops: float) -> tuple[Run, ...] | None:
-        """Runs that fit because outputs host what they store, and execute less again than `most_flops`."""
-        hosted = most_hosted(self.chain)
-        if not hosted or len(self.chain.stages) > MOST_STAGES:
-            return None
-        tables = self._tables(self._useful(self._rung(budget_bytes + hosted)))
-        return Search(self.chain, tables, budget_bytes, self.max_depth, most_flops).run()
-
     def _rung(self, n_bytes: float) -> int:
         """The finest scale that holds so many bytes."""
         return max(0, math.floor(math.log(max(n_bytes, 1) / self.max_bytes, RUNG) + 1e-9))
@@ -248,20 +237,10 @@ class Solution:
             most_bytes = min(most_bytes, tables.floor * tables.unit_bytes)
 
     def _least(self, most_flops: float) -> tuple[Run, ...]:
-        runs = self._least_unhosted(most_flops)
-        low, high = 0, predict(self.chain, runs).temp_bytes
-        while high - low > max(1, CLOSE * high):
-            budget_bytes = (low + high) // 2
-            found = self._searched(budget_bytes, most_flops * (1 + 2 * FLOPS_ROUNDING))
-            low, high = (budget_bytes, high) if found is None else (low, predict(self.chain, found).temp_bytes)
-            runs = found or runs
-        return runs
-
-    def _least_unhosted(self, most_flops: float) -> tuple[Run, ...]:
         plain = self.chain.plain()
         best = (predict(self.chain, plain).temp_bytes, plain)
         if self.max_bytes < best[0]:
-            return solve(self.chain, best[0], self.slots, self.max_depth)._least_unhosted(most_flops)
+            return solve(self.chain, best[0], self.slots, self.max_depth)._least(most_flops)
         for is_coarse in (True, False):  # coarse tables find the scale, fine ones the runs
             rung = -1
             while rung != (finer := self._useful(self._rung(best[0]))):

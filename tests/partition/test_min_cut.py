@@ -1,6 +1,6 @@
 """What a run may save: the corners of the hull, what lies between them, and what is worth a mark."""
 
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import chex
 import jax
@@ -10,7 +10,7 @@ import pytest
 import jaxsub
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
-from jaxsub.partition.min_cut import choices, finer, trace_run, worth_marking
+from jaxsub.partition.min_cut import choices, trace_run, worth_marking
 
 WIDTHS = (8, 16, 24, 48, 96)
 ARGS = [jnp.ones(shape) for shape in pairwise(WIDTHS)], jnp.ones((16, WIDTHS[0]))
@@ -33,23 +33,6 @@ def test_what_ends_a_run_is_not_executed_again(program):
     product = program.graph.nodes[4].flops
     assert choices(trace_run(program, 4, 5))[0].recompute_flops == 0
     assert 0 < choices(trace_run(program, 4, 6))[0].recompute_flops <= 1.1 * product
-
-
-def test_finer_choices_are_as_good_as_any_subset(program):
-    """Whatever of the hull's values is saved, a choice saves no more bytes and executes hardly more again."""
-    traced = trace_run(program, 0, 8)
-    hull = choices(traced)
-    found, total = finer(traced, hull), hull[0].recompute_flops
-    values = sorted({offset for choice in hull for offset in choice.saved})
-    assert len(found) > len(hull) > 2
-    graph, first, last = program.graph, program.graph.first_value(0), program.graph.last_uses()
-    for n in range(len(values) + 1):
-        for saved in combinations(values, n):
-            n_bytes = sum(graph.values[first + v].n_bytes for v in saved if last[first + v] < 8)
-            products = {0: 0, 2: 1, 4: 2, 6: 3}
-            kept = {products[v] for v in saved if v in products}
-            again = sum(graph.nodes[2 * i].flops for i in range(4) if i not in kept)
-            assert any(c.saved_bytes <= n_bytes and c.recompute_flops <= again + 0.02 * total for c in found)
 
 
 def test_of_several_stages_what_one_saves_or_returns_is_marked(program):
