@@ -7,16 +7,15 @@ fraction the compiler confirms it.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
@@ -38,16 +37,13 @@ from jaxsub.search.budget_search import EFFORTS, MOST_COMPILES, Effort, fit
 from jaxsub.search.candidates import GAIN, Candidates, recomputed_share
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
+from jaxsub.search.progress import Progress, tell
 from jaxsub.search.slicing import Chunks, asked
 from jaxsub.search.slicing import candidates as sliced_runs
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
-LOGGER = logging.getLogger("jaxsub")
 LITTLE_EXTRA = 0.05
 """A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
-
-PROGRESS_DELAY_SECONDS = 2.0
-"""Of planning that takes less than this a terminal is not told what was decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +134,15 @@ def _kept(program: Program, settings: Settings) -> Plan:
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
+    """Plan a program and say what was decided."""
+    began = time.monotonic()
+    plan = _sliced_or_whole(program, settings, target, store)
+    if settings.progress:
+        tell(plan, time.monotonic() - began)
+    return plan
+
+
+def _sliced_or_whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can."""
     if isinstance(settings.chunks, Mapping):
         return _in_slices(program, asked(program, settings.chunks), settings, target, store)
@@ -224,8 +229,7 @@ def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, tar
 def _whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     budget = settings.budget
     effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
-    progress = Progress(settings.progress)
-    with progress as step:
+    with Progress(settings.progress) as step:
         lying = program.avals(), program.shardings, program.differentiated
         pricer = Pricer(program, target, store, step, settings.profile, data_share(*lying), gathered_bytes(*lying),
                         settings.offload)  # fmt: skip
@@ -256,7 +260,6 @@ def _whole(program: Program, settings: Settings, target: Target, store: Store) -
         plan = pricer.timed(plan)
         if wishes:
             plan = _wished(verifier, plan, wishes, budget)
-        progress.decided(plan, verifier.compiles)
         return planner.bounded(plan) if settings.bound else plan
 
 
@@ -352,46 +355,3 @@ def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Call
         verifier = verifying.Verifier(Pricer(program, get_target(settings.target), store=open_store(settings.cache)))
         plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
     return verifying.finish(program, plan, settings.budget)
-
-
-class Progress:
-    """Show what is being compiled while planning takes long, on a terminal alone, and log what was decided."""
-
-    def __init__(self, is_shown: bool):
-        from tqdm import tqdm  # noqa: PLC0415 - not needed to import jaxsub
-
-        self.is_shown = is_shown
-        self.bar = tqdm(desc="jaxsub: planning", bar_format="{desc}: {postfix} [{elapsed}]", leave=False,
-                        delay=1e-9, disable=None if is_shown else True)  # fmt: skip
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self.step
-
-    def step(self, label: str) -> None:
-        """Say what is begun."""
-        self.bar.set_postfix_str(label)
-
-    def decided(self, plan: Plan, n_compiles: int) -> None:
-        """Say in a line what was decided: through `logging`, and on a terminal where it took long."""
-        if not self.is_shown:
-            return
-        line = summary(plan, n_compiles)
-        LOGGER.info(line)
-        if not self.bar.disable and self.bar.format_dict["elapsed"] > PROGRESS_DELAY_SECONDS:
-            self.bar.write(f"jaxsub: {line}", file=sys.stderr)
-
-    def __exit__(self, *exc: object) -> None:
-        self.bar.close()
-
-
-def summary(plan: Plan, n_compiles: int) -> str:
-    """What was decided, in a line."""
-    was = f" instead of {format_bytes(plan.plain_measurement.temp_bytes)}" if plan.plain_measurement else ""
-    if plan.measurement is not None:
-        peak = f"{format_bytes(plan.measurement.temp_bytes)} measured{was}"
-    else:
-        peak = f"{format_bytes(plan.prediction.temp_bytes)} predicted" if plan.prediction else "peak unknown"
-    return (
-        f"planned by {plan.planner}: {plan.n_regions} regions, {recomputed_share(plan):.2f} of a forward pass "
-        f"recomputed, {peak}, {n_compiles} compiles"
-    )

@@ -33,8 +33,8 @@ from jaxsub.jaxpr.arguments import Statics
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.pipeline import Progress
 from jaxsub.search.plan_cache import find_plan, put_plan
+from jaxsub.search.progress import Progress
 from jaxsub.search.verify import recalled
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing, step_bytes
