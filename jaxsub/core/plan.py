@@ -246,8 +246,9 @@ class Plan:
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
-        if len(self.equations) not in (0, 4 * self.n_nodes):
-            found.append(f"equations: {len(self.equations)} digits, not {4 * self.n_nodes}")
+        n_equations = self.n_nodes + sum(s.stop - s.start - 1 for s in self.slices)  # a run in slices is one node
+        if len(self.equations) not in (0, 4 * n_equations):
+            found.append(f"equations: {len(self.equations)} digits, not {4 * n_equations}")
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 

@@ -137,10 +137,11 @@ def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again,
 
 
 def test_the_plain_program_is_compiled_only_where_it_may_fit():
-    """Where three budgets are predicted for it, it is not compiled; for a budget of 2.5 it is."""
+    """Three budgets are predicted for it: for one of 1 it is not, for one of 2.5 beside a plan that recomputes it is."""
     rows = ((0.9, 0.97, 0.5),)
     assert fitted(1.0, rows) == (0.97, 0.5, 1)
     assert fitted(2.5, rows)[2] == 2
+    assert fitted(2.5, ((0.9, 0.97, GAIN / 2),))[2] == 1
 
 
 def test_the_least_that_is_named_is_met():

@@ -18,9 +18,9 @@ def test_where_nothing_helps_the_least_is_the_function_as_it_is():
     args = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
     plain = jaxsub.measure(layer, *args).temp_bytes
     with pytest.raises(InfeasibleBudgetError, match=r"below what the function needs as it is, and no plan") as refused:
-        jaxsub.plan(layer, *args, budget=plain // 3, progress=False)
+        jaxsub.plan(layer, *args, budget=plain // 3, chunks=False, progress=False)
     assert refused.value.least_bytes == plain
-    assert jaxsub.plan(layer, *args, budget=plain, progress=False).n_regions == 0
+    assert jaxsub.plan(layer, *args, budget=plain, chunks=False, progress=False).n_regions == 0
 
 
 def test_a_refusal_is_remembered(tmp_path, monkeypatch):
@@ -33,7 +33,7 @@ def test_a_refusal_is_remembered(tmp_path, monkeypatch):
     said = []
     for _ in range(2):
         with pytest.raises(InfeasibleBudgetError) as refused:
-            jaxsub.plan(layer, *args, budget=1000, cache=tmp_path, progress=False)
+            jaxsub.plan(layer, *args, budget=1000, cache=tmp_path, chunks=False, progress=False)
         said.append((str(refused.value), refused.value.least_bytes, refused.value.holders))
         monkeypatch.setattr(Verifier, "_compile", None)
     assert said[0] == said[1]

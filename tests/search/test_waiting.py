@@ -36,7 +36,7 @@ def compiles(monkeypatch):
 
 
 def planned(**options):
-    return jaxsub.plan(loss, WS, X, **{"progress": False, "cache": False} | options)
+    return jaxsub.plan(loss, WS, X, **{"progress": False, "cache": False, "chunks": False} | options)
 
 
 def test_a_plan_far_below_the_plain_program_is_compiled_once(compiles):
