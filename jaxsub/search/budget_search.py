@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxsub.core.budget import Budget, format_bytes
@@ -31,6 +32,10 @@ LONG_EQUATIONS = 10_000
 
 MARGIN = 0.003
 """Share of the budget to aim below it: without it the search creeps up on the budget and misses by as much."""
+
+HALF, ERROR = 0.5, 1.2
+"""Where more than the first share of a forward pass is recomputed, least plans of other partitions are tried that are
+predicted to need no more than the second times the budget: by as much predictions err at worst."""
 
 LEASTS = 2
 """How many least plans are compiled before a refusal: of partitions that may hold the least, or of one partition the
@@ -95,9 +100,10 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     search = _Search(verifier, candidates, budget_bytes, effort, began)
     ways = candidates.ranked(budget_bytes)
     for way in ways[:2]:
-        search.run(way)
+        search.run(way, budget_bytes)
         if search.best is not None:
             break
+    search.dare(ways)
     if search.best is None:
         search.least()
     if plain.measurement is None and predicted_bytes(plain) <= FAR * search.may_be_plain_below():
@@ -123,10 +129,18 @@ class _Search:
     best: Plan | None = None
     least_seen: Plan | None = None
 
-    def run(self, way: Way) -> None:
+    def dare(self, ways: Sequence[Way]) -> None:
+        """Try least plans that are predicted not to fit, where what fits recomputes much."""
+        for way in ways:
+            if self.best is not None and recomputed_share(self.best) > HALF:
+                least = predicted_bytes(self.candidates.plan(way, 1, NEARLY))
+                if self.budget_bytes < least <= ERROR * self.budget_bytes:
+                    self.run(way, least)
+
+    def run(self, way: Way, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
         bracket = Bracket(self.budget_bytes * (1 - MARGIN), slope=1.0)
-        asked, before, needed = float(self.budget_bytes), None, 0
+        before, needed = None, 0
         while True:
             plan = self.candidates.plan(way, asked, NEARLY)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before

@@ -137,7 +137,7 @@ def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again,
 
 
 def test_the_plain_program_is_compiled_only_where_it_may_fit():
-    """Three budgets are predicted for it: for one of 1 it is not, for one of 2.5 beside a plan that recomputes it is."""
+    """Three budgets are predicted for it: for one it is not, for 2.5 beside a plan that recomputes it is."""
     rows = ((0.9, 0.97, 0.5),)
     assert fitted(1.0, rows) == (0.97, 0.5, 1)
     assert fitted(2.5, rows)[2] == 2
@@ -149,6 +149,14 @@ def test_the_least_that_is_named_is_met():
     ways = ((0.97, 1.1, 0.5),), ((0.9, 1.0, 0.6),)
     assert fitted(0.7, *ways)[:2] == (1.0, None)
     assert fitted(1.0, *ways)[:2] == (1.0, 0.6)
+
+
+def test_where_much_is_recomputed_a_least_that_is_predicted_too_large_is_tried():
+    """Predictions err: where it fits it is taken, and the search goes on from there."""
+    ways = ((1.1, 0.92, 0.6), (1.16, 0.99, 0.5)), ((0.9, 0.9, 1.2),)
+    assert fitted(1.0, *ways) == (0.99, 0.5, 3)
+    assert fitted(1.0, ways[0], ((0.9, 0.9, 0.4),))[1:] == (0.4, 1)
+    assert fitted(1.0, ((1.3, 0.92, 0.6),), ways[1])[1:] == (1.2, 1)
 
 
 PACKED = ((0.8, 0.97, 1.14), (0.9, 1.05, 0.5)), ((0.85, 0.93, 1.0),)
