@@ -21,6 +21,7 @@ from jaxsub.core.disk_cache import Store
 from jaxsub.planners import get
 
 WS, X = [jnp.eye(4)] * 12, jnp.ones((256, 4))
+PATHS = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
 
 
 def loss(ws, x):
@@ -200,7 +201,7 @@ print(planned(budget=0.8, cache=sys.argv[2]).to_json())
 def test_processes_plan_at_once_and_one_is_killed(tmp_path, priced_runs):
     """Of three processes that plan the same at once one is killed: the others plan, and the next finds their plan."""
     here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": str(here.parents[1]), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", KILLED, str(here), str(tmp_path)]
     processes = [subprocess.Popen([*command, n], env=env, stdout=subprocess.PIPE, text=True) for n in ("3", "0", "0")]
     said = [process.communicate(timeout=300)[0] for process in processes]
