@@ -116,9 +116,7 @@ class Verifier:
         """What the compiler allocates for a plan."""
         shape = _shape(plan)
         if shape not in self.known:
-            store, target = self.pricer.store, self.pricer.target
-            found = recalled(store, measured_key(self.program, target, plan), target) if store is not None else None
-            self.known[shape] = found or self._compile(plan)
+            self.known[shape] = self._recall(plan) or self._compile(plan)
         return self.known[shape]
 
     def expected_seconds(self, plan: Plan) -> float:
@@ -128,6 +126,10 @@ class Verifier:
     def is_known(self, plan: Plan) -> bool:
         """Whether measuring a plan would compile nothing."""
         return _shape(plan) in self.known
+
+    def _recall(self, plan: Plan) -> Measurement | None:
+        store, target = self.pricer.store, self.pricer.target
+        return None if store is None else recalled(store, measured_key(self.program, target, plan), target)
 
     def _compile(self, plan: Plan) -> Measurement:
         self.compiles += 1
