@@ -52,11 +52,18 @@ def _apply(eqn, args):
         return CONTROL[name](eqn, params, args)
     if name == "optimization_barrier":
         return args
+    if not all(isinstance(a, np.ndarray) for a in args):
+        return _bound(eqn, args)  # NumPy has no typed keys
     if name in UFUNCS:
         return [np.asarray(UFUNCS[name](*args))]
     if name in NUMPY and (out := NUMPY[name](params, *args)) is not NotImplemented:
         return out if eqn.primitive.multiple_results else [out]
-    outs = eqn.primitive.bind(*args, **params)
+    return _bound(eqn, args)
+
+
+def _bound(eqn, args):
+    """What JAX itself makes of it."""
+    outs = eqn.primitive.bind(*args, **eqn.params)
     return [_plain(o) for o in (outs if eqn.primitive.multiple_results else (outs,))]
 
 
@@ -74,7 +81,11 @@ def _scan(eqn, params, args):
     for i in reversed(steps) if params["reverse"] else steps:
         outs = _body(params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
-    return [*carry, *(np.stack(rows) for rows in zip(*ys, strict=True))]
+    return [*carry, *(_stacked(rows) for rows in zip(*ys, strict=True))]
+
+
+def _stacked(rows):
+    return np.stack(rows) if isinstance(rows[0], np.ndarray) else jnp.stack(rows)
 
 
 def _while(eqn, params, args):

@@ -1,22 +1,31 @@
 """Random plans for random programs, and whether any derivative under a plan differs from the plain one.
 
-Programs by number are checked without compiling them, in double precision. With a path, each hundred leaves a line of
-JSON there that says what code ran and what failed; a hundred that the same code has checked is not run again, so that
-ranges add up over many runs:
+Programs by number are checked without compiling them, odd ones in double precision, even ones in single. Each is
+checked under a plan by number, and under plans for three budgets, which a process of its own reads back. With a path,
+each hundred leaves a line of JSON there that says what code ran and what failed; a hundred that the same code has
+checked is not run again, so that ranges add up over many runs:
 
-    python tests/random_programs.py 2000 50000 programs.jsonl
+    python tests/random_programs.py 0 1000 programs.jsonl
 """
 
+import contextlib
+import functools
 import gc
 import hashlib
 import json
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_steps as random_steps_module
 from interpreter import evaluate
 from jax.extend.core import jaxpr_as_fun
 from random_steps import N, loss_of, random_steps
@@ -27,17 +36,24 @@ from jaxsub.core.decisions import Segment
 from jaxsub.core.disk_cache import code_digest
 from jaxsub.core.plan import Plan
 from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.probe_compiles import Asker
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import emit, keep_out
 from jaxsub.jaxpr.trace import trace
 from jaxsub.planners import get
+from jaxsub.search.pipeline import Settings, make_plan
 from jaxsub.search.verify import cut_choices
 
 TOLERANCE = 1e-9
 """Of the largest entry, in double precision: a plan changes no more than the order in which gradients are summed."""
+TOLERANCE_F32 = 1e-3
+"""The same in single precision, second derivatives of half a dozen layers among them."""
+N_BUDGETS = 3
+LARGE_N = 1024
+"""Rows and columns of arrays of 2^20 elements."""
 NARROW_TOLERANCE = 1e-2
 """The same where cotangents pass through half precision, which rounds their sums."""
-FAULTS = (AssertionError, TypeError, ValueError, jaxsub.JaxsubError)
+FAULTS = (AssertionError, TypeError, ValueError, LookupError, jaxsub.JaxsubError)
 
 
 def random_segments(rng, start, stop, depth):
@@ -77,7 +93,7 @@ def planned(program, seed):
 
 def kept_out(program, plan):
     """The plan, from which what must run once is kept out."""
-    return keep_out(plan, [node.index for node in program.graph.nodes if not node.can_recompute])
+    return keep_out(plan, program.graph.pinned())
 
 
 def has_tangents(program):
@@ -94,13 +110,13 @@ def is_narrow(program):
 
 
 def gradient_of(f, w, x):
-    """A scalar function and its value with its gradients, each traced once."""
+    """A function whose first result is a scalar, and its value with its gradients, each traced once."""
     f = jax.make_jaxpr(f)(w, x)
     return f, jax.make_jaxpr(jax.value_and_grad(lambda *args: jaxpr_as_fun(f)(*args)[0], argnums=(0, 1)))(w, x)
 
 
 def derivatives_of(f, arguments, turn):
-    """Value and gradients of a scalar function, and in turn a fourth more, by interpreting their jaxprs.
+    """Results and gradients of a function, and in turn a fourth more, by interpreting their jaxprs.
 
     0: tangents of value and gradients. 1: gradients under `vmap`. 2: the gradient of a function under `vmap`. 3: the
     gradient of gradients. What stands inside is traced first and once, as JAX's transformations do it.
@@ -119,7 +135,8 @@ def derivatives_of(f, arguments, turn):
         (jax.grad(lambda w, batch: jnp.sum(jax.vmap(lambda x: jaxpr_as_fun(f)(w, x)[0])(batch))), (w, batch)),
         (jax.grad(along, argnums=(0, 1)), (w, x, t)),
     )[turn]
-    return [*evaluate(gradient, (w, x)), *evaluate(jax.make_jaxpr(further)(*inputs), inputs)]
+    metrics = evaluate(f, (w, x))[1:]
+    return [*metrics, *evaluate(gradient, (w, x)), *evaluate(jax.make_jaxpr(further)(*inputs), inputs)]
 
 
 def wanted_of(f, arguments, turn):
@@ -127,38 +144,149 @@ def wanted_of(f, arguments, turn):
     if turn in (0, 3):
         return derivatives_of(f, arguments, turn)
     w, x, _, batch = arguments
-    _, gradient = gradient_of(f, w, x)
+    f, gradient = gradient_of(f, w, x)
     each = [evaluate(gradient, (w, x)) for x in batch]
-    return [*each[0], *(map(np.stack, zip(*each, strict=True)) if turn == 1 else [sum(by_w for _, by_w, _ in each)])]
+    further = map(np.stack, zip(*each, strict=True)) if turn == 1 else [sum(by_w for _, by_w, _ in each)]
+    return [*evaluate(f, (w, x))[1:], *each[0], *further]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program by number: its loss, its arguments, its trace, and a seed for its plans. Every other one is in f32."""
+
+    number: int
+    steps: Any
+    loss: Any
+    arguments: Any
+    program: Any
+    seed: int
+
+    @classmethod
+    def of(cls, number):
+        """The program of a number, traced; in double precision within `precision(number)`."""
+        rng = np.random.default_rng(number)
+        steps, seed = random_steps(rng), int(rng.integers(2**31))
+        w, x, t = (0.7 * rng.normal(size=(3, N, N))).astype(float if number % 2 else np.float32)
+        loss = loss_of(steps, has_metrics=bool(seed % 2))
+        return cls(number, steps, loss, (w, x, t, np.stack([x, x + x.dtype.type(0.25)])), trace(loss, (w, x), {}), seed)
+
+    def check(self, plans):
+        """Under each plan all results and derivatives are the plain program's."""
+        turn = self.seed % 4 if has_tangents(self.program) else 1 + self.seed % 3
+        wanted = wanted_of(lambda *args: jax.tree.leaves(self.loss(*args)), self.arguments, turn)
+        tolerance = NARROW_TOLERANCE if is_narrow(self.program) else TOLERANCE if self.number % 2 else TOLERANCE_F32
+        for plan in plans:
+            run = emit(self.program, plan)
+            got = derivatives_of(lambda w, x, run=run: run(*self.program.consts, w, x), self.arguments, turn)
+            for a, b in zip(got, wanted, strict=True):
+                assert a.dtype == b.dtype
+                worst = np.abs(np.subtract(a, b, dtype=float)).max()
+                assert worst <= tolerance * max(1.0, np.abs(b).max()), (
+                    f"Program {self.number}: {self.steps}, plan {plan.segments}, barriers {plan.barriers}, "
+                    f"turn {turn}: {worst} off."
+                )
+
+
+def precision(number):
+    """The context in which a program is traced: 64 bits for odd numbers, 32 for even ones, in one process."""
+    return jax.enable_x64(bool(number % 2))
 
 
 def check(number):
     """Program by number: under a plan by number its derivatives are the plain program's."""
-    rng = np.random.default_rng(number)
-    steps, seed = random_steps(rng), int(rng.integers(2**31))
-    with jax.enable_x64(True):
-        w, x, t = 0.7 * rng.normal(size=(3, N, N))
-        arguments = w, x, t, np.stack([x, x + 0.25])
-        loss = loss_of(steps)
-        program = trace(loss, (w, x), {})
-        plan = kept_out(program, (planned if number % 4 == 0 else random_plan)(program, seed))
-        run = emit(program, plan)
-        turn = seed % 4 if has_tangents(program) else 1 + seed % 3
-        got = derivatives_of(lambda w, x: run(*program.consts, w, x)[0], arguments, turn)
-        wanted = wanted_of(loss, arguments, turn)
-    tolerance = NARROW_TOLERANCE if is_narrow(program) else TOLERANCE
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        worst = np.abs(a - b).max()
-        assert worst <= tolerance * max(1.0, np.abs(b).max()), (
-            f"Program {number}: {steps}, plan {plan.segments}, barriers {plan.barriers}, turn {turn}: {worst} off."
-        )
+    with precision(number):
+        case = Case.of(number)
+        plan = (planned if number % 4 == 0 else random_plan)(case.program, case.seed)
+        case.check([kept_out(case.program, plan)])
 
 
-def fault_of(number):
-    """Why a program by number fails, or `None`."""
+def traced_only(asker, probe):
+    """In the place of `Asker._compile`: a probe is traced, and said to need what its arguments do."""
+    jax.eval_shape(probe.call, *probe.args)
+    return sum(leaf.size * 4 for leaf in jax.tree.leaves(probe.args)), False
+
+
+def plans_by_budget(program, seed):
+    """The plans for three budgets, as text; one that is refused is planned for the least that it is told of."""
+    texts = []
+    for share in np.random.default_rng(seed).uniform(0.05, 0.95, N_BUDGETS):
+        asked = Settings(Budget.parse(float(share)), verify=False, cache=False, progress=False)
+        try:
+            plan = make_plan(program, asked)
+        except jaxsub.InfeasibleBudgetError as refused:
+            plan = make_plan(program, replace(asked, budget=Budget(n_bytes=refused.least_bytes)))
+        texts.append(plan.to_json())
+    return texts
+
+
+def check_texts(number, texts):
+    """Plans that another process made of a program, read back: what is wrong with a derivative, or `None`."""
+    try:
+        with precision(number):
+            Case.of(number).check(list(map(Plan.from_json, texts)))
+    except FAULTS as fault:
+        return f"{type(fault).__name__}: {fault}"
+    return None
+
+
+def trace_probes(program):
+    """Every probe of a program's stages can be traced."""
+    with mock.patch.object(Asker, "_compile", traced_only):
+        for cuts in cut_choices(program):
+            Pricer(program, get_target(None)).chain(cuts)
+
+
+def check_budgets(number, reader):
+    """Program by number, for three budgets: planned here, its probes traced, read back and checked by `reader`.
+
+    Each eighth is planned for arrays of a million elements too, of which nothing is computed.
+    """
+    with precision(number):
+        case = Case.of(number)
+        texts = plans_by_budget(case.program, case.seed)
+        if number % 8 < 2:
+            trace_probes(case.program)
+        reader(number, texts)
+        if number % 8 < 2:
+            check_large(case, number)
+
+
+def check_large(case, number):
+    """The program of arrays of 2^20 elements is planned, and its gradient traced: nothing is computed."""
+    with mock.patch.object(random_steps_module, "N", LARGE_N):
+        like = jax.ShapeDtypeStruct((LARGE_N, LARGE_N), float if number % 2 else np.float32)
+        program = trace(loss_of(case.steps, has_metrics=bool(case.seed % 2)), (like, like), {})
+        for text in plans_by_budget(program, case.seed):
+            run = emit(program, Plan.from_json(text))
+            loss = functools.partial(lambda run, w, x: run(*program.consts, w, x)[0], run)
+            grads = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), like, like)
+            assert [(g.shape, g.dtype) for g in grads] == [(like.shape, like.dtype)] * 2
+
+
+@contextlib.contextmanager
+def reader_process():
+    """A process of its own that reads plans back; what fails there fails here."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=settle_down) as pool:
+
+        def read(number, texts):
+            fault = pool.submit(check_texts, number, texts).result()
+            assert fault is None, fault
+
+        yield read
+
+
+def settle_down():
+    """Run on the CPU, and look for garbage seldom: what JAX keeps of traces is none, and takes long to look through."""
+    jax.config.update("jax_platforms", "cpu")
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
+def fault_of(number, reader):
+    """Why a program by number fails, under its own plan or under those for budgets, or `None`."""
     try:
         check(number)
+        check_budgets(number, reader)
     except FAULTS as fault:
         return f"{type(fault).__name__}: {str(fault)[:400]}"
     return None
@@ -183,7 +311,8 @@ def main(first, stop, path=None):
         if hundred in known:
             continue
         begun = time.process_time()
-        failed = {str(n): fault for n in range(*hundred) if (fault := fault_of(n))}
+        with reader_process() as reader:
+            failed = {str(n): fault for n in range(*hundred) if (fault := fault_of(n, reader))}
         spent = round(time.process_time() - begun, 1)
         for number, fault in failed.items():
             print(f"{number}: {fault}", flush=True)
@@ -199,7 +328,5 @@ def main(first, stop, path=None):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # what JAX keeps of traces is not garbage, and takes long to look through
+    settle_down()
     sys.exit(min(main(int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])), 1))

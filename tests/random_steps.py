@@ -141,6 +141,51 @@ def updated(x, y):
     return lax.dynamic_update_slice(x, jnp.sin(y[:2, :2]), (1, 1))
 
 
+def joined(x, y):
+    """A product beside what it was made of, and a product of both."""
+    return jnp.tanh(jnp.concatenate([x @ y + x[0], x], -1) @ jnp.concatenate([y, x]) / N)
+
+
+def split_on(key, x, y):
+    key, k = random.split(key)
+    return key, jnp.where(random.bernoulli(k, 0.7, x.shape), x / 0.7, 0 * y)
+
+
+def split_into_many(key, x, y):
+    keys = random.split(key, 3)
+    return keys[2], x * random.bernoulli(keys[0], 0.5, x.shape) + y * random.uniform(keys[1], x.shape, x.dtype)
+
+
+def folded_on(key, x, y):
+    key = random.fold_in(key, jnp.int32(jnp.sum(lax.stop_gradient(y) > 0)))
+    return key, jnp.sin(x) + 0.1 * random.normal(key, x.shape, x.dtype) * y
+
+
+def split_for_rows(key, x, y):
+    keys = random.split(key, N)
+    return keys[0], jax.vmap(lambda k, a, b: jnp.where(random.bernoulli(k, 0.7, a.shape), a, b))(keys, x, y)
+
+
+def dropped_in_a_scan(key, x, y):
+    """A loop that carries its key beside its values, and drops some of them in every step."""
+
+    def step(carry, row):
+        key, c = carry
+        key, k = random.split(key)
+        c = jnp.where(random.bernoulli(k, 0.7, c.shape), jnp.tanh(c + row), c)
+        return (key, c), c * row
+
+    (key, _), rows = lax.scan(step, (key, x[0]), y)
+    return key, rows
+
+
+def dropped_by_many_keys(key, x, y):
+    """A loop over keys and rows."""
+    keys = random.split(key, N + 1)
+    body = lambda c, kr: (jnp.sin(c) + kr[1] * random.bernoulli(kr[0], 0.7, c.shape), c)  # noqa: E731
+    return keys[N], lax.scan(body, y[1], (keys[:N], x))[1]
+
+
 UNARY = (
     jnp.tanh,
     jnp.sin,
@@ -237,6 +282,7 @@ BINARY = (
     integers_carried,
     solved,
     complex_product,
+    joined,
     convolved_wide,
     gathered_window,
     scattered_most,
@@ -256,8 +302,11 @@ BINARY = (
         jnp.tile(x, (2, 1)), (jnp.int32(lax.stop_gradient(y[0, 0]) > 0), jnp.int32(0)), (N, N)
     ),
 )
+KEYED = (split_on, split_into_many, folded_on, split_for_rows, dropped_in_a_scan, dropped_by_many_keys)
 JITTED = tuple(map(jax.jit, (*UNARY, *BINARY)))
-STEPS = JITTED + JITTED[len(UNARY) :]  # half of the steps have two inputs, more or less
+DRAWN = tuple(map(jax.jit, KEYED))
+STEPS = JITTED + JITTED[len(UNARY) :] + 2 * DRAWN  # half of the steps have two inputs, more or less
+FIRST_DRAWN = len(STEPS) - 2 * len(DRAWN)
 
 
 def random_steps(rng):
@@ -265,14 +314,27 @@ def random_steps(rng):
     return [tuple(map(int, rng.integers((len(STEPS), 51, 51)))) for _ in range(rng.integers(2, 7))]
 
 
-def loss_of(program):
-    """The program as a loss of a weight and an input, with an auxiliary result made half way."""
+def loss_of(program, has_metrics=False):
+    """The program as a loss of a weight and an input, with a part of it made half way.
+
+    Its random steps draw from a key that each passes on, typed or raw. With metrics, floats and integers are made of
+    the values behind the loss, and returned beside it.
+    """
+    start = KEY if program[0][1] % 2 else random.PRNGKey(1)
 
     def loss(w, x):
-        values = [x, jnp.tanh(x @ w), w]
+        values, key = [x, jnp.tanh(x @ w), w], start
         for op, i, j in program:
             a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
-            values.append(STEPS[op](a) if op < len(UNARY) else STEPS[op](a, b))
-        return jnp.mean(jnp.sin(values[-1] + values[-2])) + 0.1 * jnp.mean(values[len(values) // 2] * w)
+            if op >= FIRST_DRAWN:
+                key, made = STEPS[op](key, a, b)
+                values.append(made)
+            else:
+                values.append(STEPS[op](a) if op < len(UNARY) else STEPS[op](a, b))
+        found = jnp.mean(jnp.sin(values[-1] + values[-2])) + 0.1 * jnp.mean(values[len(values) // 2] * w)
+        if not has_metrics:
+            return found
+        last = values[-1]
+        return found, {"max": last.max(), "count": jnp.sum(last > 0), "places": jnp.argmax(last @ w, -1)}
 
     return loss

@@ -4,11 +4,12 @@
 equation, which takes a fraction of a second; some are compiled as `jaxsub.jit` compiles. More by number, and every
 step compiled, with
 
-    python tests/random_programs.py 2000 50000
+    python tests/random_programs.py 0 1000 programs.jsonl
     pytest tests/integration/test_random_programs.py -m exhaustive
 """
 
 import json
+from datetime import date
 
 import chex
 import hypothesis.strategies as st
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from interpreter import evaluate
 from jax import random
 from jax.extend.core import jaxpr_as_fun
-from random_programs import check, has_tangents, kept_out, main, planned, random_plan
+from random_programs import check, check_budgets, has_tangents, kept_out, main, planned, random_plan, reader_process
 from random_steps import BINARY, JITTED, KEY, STEPS, UNARY, N, convolved_wide, loss_of, random_steps
 from zoo import smooth_abs
 
@@ -84,18 +85,42 @@ def test_random_programs_compiled(steps_of_program, seed):
     compare(loss, program, (random_plan if seed % 2 else planned)(program, seed // 2))
 
 
-def hundreds():
-    """Of 2,000 programs the oldest JAX checks the first 500, the newest the next 500: in CI both run."""
-    first = 0 if version_of(jax.__version__) < (0, 11) else 5
-    for hundred in range(20):
-        yield pytest.param(hundred, marks=[] if first <= hundred < first + 5 else [pytest.mark.exhaustive])
+def first_of_today():
+    """The number of the first program: it moves on every day, and each version of JAX has its own."""
+    is_oldest = version_of(jax.__version__) < (0, 11)
+    return 1000 * (2 * date.today().toordinal() + is_oldest)
 
 
-@pytest.mark.parametrize("hundred", list(hundreds()))
-def test_random_programs_interpreted(hundred):
-    """A hundred programs: values and gradients, in turn tangents, batches, gradients of batches and of gradients."""
-    for number in range(100 * hundred, 100 * hundred + 100):
+def numbers(count):
+    """So many programs of today's; a failure names its number: `python tests/random_programs.py N N+1` repeats it."""
+    return range(first_of_today(), first_of_today() + count)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs_interpreted(part):
+    """Results and gradients, in turn tangents, batches, gradients of batches and of gradients, in 64 and 32 bits."""
+    for number in numbers(80)[part::4]:
         check(number)
+
+
+def test_plans_for_budgets_are_read_back_by_another_process():
+    """Three budgets for each program: planned here, read and checked there; probes and large arrays are traced."""
+    with reader_process() as reader:
+        for number in numbers(8):
+            check_budgets(number, reader)
+
+
+def test_a_reader_says_what_fails():
+    """What fails in the process that reads plans back fails here."""
+    with reader_process() as reader, pytest.raises(AssertionError, match="PlanMismatchError"):
+        reader(1, [Plan("other", Budget(), 1).to_json()])
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_random_programs(tmp_path):
+    """A thousand programs of each version, under random plans and for three budgets."""
+    first = 1000 * (version_of(jax.__version__) >= (0, 11))
+    assert main(first, first + 1000, tmp_path / "programs.jsonl") == 0
 
 
 @pytest.mark.slow
@@ -155,12 +180,13 @@ def test_programs_by_number_add_up(monkeypatch, tmp_path, capsys):
     """Each hundred is kept with its failures and the code that ran; the same code does not run it again."""
     path, ran = tmp_path / "programs.jsonl", []
 
-    def checked(number):
+    def checked(number, reader):
         ran.append(number)
         if number == 130:
             raise ValueError("off")
 
-    monkeypatch.setattr("random_programs.check", checked)
+    monkeypatch.setattr("random_programs.check_budgets", checked)
+    monkeypatch.setattr("random_programs.check", lambda number: None)
     assert main(0, 250, path) == 1
     assert ran == list(range(250))
     assert main(0, 300, path) == 1
