@@ -33,6 +33,7 @@ from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
 from jaxsub.search import verify as verifying
 from jaxsub.search.pipeline import Mirror, Settings, make_plan
+from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.slicing import Chunks
 
 AnyCache = bool | str | os.PathLike[str] | Store
@@ -167,9 +168,10 @@ class Sublinear(Wrapped[P, R]):
         return program, run, plan
 
     def _plan_for(self, program: Program) -> Plan:
-        key = program.fingerprint, program.shardings
+        key = program.fingerprint, program.shardings, compat.trace_context()
         if key not in self._plans:
             self._plans[key] = make_plan(program, self.settings)
+            warn_of_repeated(program, self._plans[key])
         return self._plans[key]
 
     def _spread(self, program: Program, args: Any, kwargs: Any) -> Program:

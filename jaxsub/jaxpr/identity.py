@@ -24,6 +24,11 @@ from jaxsub.jaxpr.flops import bodies_of
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
+def of_jax() -> str:
+    """JAX's own settings that decide what is planned and measured, for keys on disk: which `jax.checkpoint`, x64."""
+    return f"{compat.remat_flavour()} {jax.dtypes.canonicalize_dtype(float)}"
+
+
 def signature_of(eqn: Any) -> bytes:
     """The digest of an equation.
 

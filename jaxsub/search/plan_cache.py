@@ -21,6 +21,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import check
 from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
@@ -32,7 +33,7 @@ def shelf_key(program: Program, planner: Planner, target: Target, asked: str) ->
     if not type(planner).__module__.startswith("jaxsub.planners."):
         return None
     is_mapped = str(compat.names_axes(program.traced))
-    return key_of("made", code_digest(), compat.remat_flavour(), target.name, target.spec or "", program.fingerprint,
+    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint,
                   repr(planner), is_mapped, asked)  # fmt: skip
 
 

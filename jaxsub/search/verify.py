@@ -22,7 +22,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
-from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.shardings import constrain, placed
 from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
@@ -146,7 +146,7 @@ class Verifier:
 
 def measured_key(program: Program, target: Target, plan: Plan) -> str:
     """The key under which a store keeps what a plan was measured to need."""
-    where = compat.remat_flavour(), target.name, target.spec or ""
+    where = of_jax(), target.name, target.spec or ""
     shape = repr(_shape(plan)), *map(repr, program.shardings)
     return key_of("plan", code_digest(), *where, program.fingerprint, *shape)  # emission decides what is measured
 

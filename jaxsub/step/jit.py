@@ -30,6 +30,7 @@ from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import Statics
+from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
@@ -264,7 +265,7 @@ class Step(Wrapped[P, R]):
     def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
         target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
         asked = repr((settings.planner, settings.verify, settings.profile, settings.budget))
-        return key_of("step's plan", code_digest(), compat.remat_flavour(), target.name, target.spec or "",
+        return key_of("step's plan", code_digest(), of_jax(), target.name, target.spec or "",
                       sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None]) -> Sizing:

@@ -57,6 +57,35 @@ def test_effects_are_never_doubled(name):
     same(gradients[0], jax.grad(EFFECTS[name](lambda i: None))(W))
 
 
+def printing_in_a_loop(note):
+    def f(w):
+        def step(x, _):
+            jax.debug.callback(note, lax.stop_gradient(jnp.sum(x)))
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(lax.scan(step, w, None, length=16)[0])
+
+    return f
+
+
+def test_effects_that_happen_more_often_are_told_of():
+    """What reports inside a loop that is recomputed does so again: the warning says which, and how often it then is."""
+    told = []
+
+    def run(note):
+        planned = predicted(printing_in_a_loop(note), mirror=lambda node: int(node.primitive == "scan"))
+        with pytest.warns(UserWarning, match="Side effects inside what the plan recomputes happen again") as caught:
+            planned.plan(W)
+        told.extend(str(w.message) for w in caught)
+        jax.block_until_ready(jax.jit(jax.grad(planned))(W))
+
+    often = len(counted(run))
+    assert often > 16
+    assert f"(step): {often} times with each gradient, 16 without plan" in told[0]
+    assert "test_effects.py:" in told[0]
+    assert "io_callback" in told[0]
+
+
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 def test_prints(capfd, ordered):
     """A print shows each line once in the forward pass, in order where that is asked for."""

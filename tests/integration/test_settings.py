@@ -8,6 +8,7 @@ import pytest
 from six_layers import LOSS, W, X, in_a_process, loss, predicted, same
 
 import jaxsub
+from jaxsub.jaxpr.identity import of_jax
 
 
 def test_strict_promotion_leaks_checks_and_nans():
@@ -42,6 +43,20 @@ def test_python_number_in_two_precisions():
     assert f(2.0).dtype == jnp.float32
     with jax.enable_x64(True):
         assert f(2.0).dtype == jnp.float64
+
+
+def test_x64_is_switched_between_planned_calls():
+    """One function planned and compiled in 64 bits, in 32, and in 64 again; JAX computes as before in between."""
+    f, plain = jaxsub.sublinear(loss, verify=True, cache=False, progress=False), jax.grad(loss)
+    for bits in (64, 32, 64, 32):
+        with jax.enable_x64(bits == 64):
+            for dtype in ("float32", f"float{bits}"):
+                w, x = W.astype(dtype), jnp.tile(X, (8, 1)).astype(dtype)
+                same(jax.jit(jax.grad(f))(w, x), plain(w, x))
+            assert jnp.zeros(3).dtype == (jnp.cumsum(x, 0) * 2.0).dtype == f"float{bits}"
+    with jax.enable_x64(True):
+        in_64_bits = of_jax()
+    assert in_64_bits != of_jax()  # plans and prices on disk keep the two apart
 
 
 def test_x64_everywhere():

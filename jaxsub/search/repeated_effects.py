@@ -1,0 +1,74 @@
+"""Tell the user which side effects happen more often under a plan than without it, and how often.
+
+In goes a program and its plan; out comes a warning, or nothing. What only reports, such as `jax.debug.print`, stands
+behind everything else in a traced program, and what must run once stands in no region: both happen as often as
+before. Inside a loop, a branch or a call they stand where they are, and a plan that recomputes what they stand in
+repeats them, as `jax.checkpoint` does. How often is read off the traced gradients, a loop's steps multiplied out; of
+`while` loops one step is taken, of branches all. Programs without such equations are not traced again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxsub.core.plan import Plan
+from jaxsub.emission.emit import emit
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.trace import Program
+from jaxsub.search.verify import gradient
+
+MOST_NAMED = 3
+"""How many equations are named; of the others it is said how many there are."""
+
+
+def warn_of_repeated(program: Program, plan: Plan) -> None:
+    """Warn of side effects that the gradient under a plan has more often than the plain one.
+
+    Args:
+        program: The program.
+        plan: Its plan.
+    """
+    if not (plan.segments or plan.loops) or not any(map(_may_report_again, program.eqns)):
+        return
+    if compat.names_axes(program.traced):
+        return  # its gradient means nothing outside of them
+    plain = Plan(program.fingerprint, plan.budget, plan.n_nodes)
+    before, after = _times(program, plain), _times(program, plan)
+    rows = [f"`{name}` at {where or 'an unknown line'}: {after[name, where]} times with each gradient, {n} without plan"
+            for (name, where), n in before.items() if after[name, where] > n]  # fmt: skip
+    if rows:
+        more = f"; and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
+        warnings.warn(
+            f"Side effects inside what the plan recomputes happen again: {'; '.join(rows[:MOST_NAMED])}{more}. "
+            "jax.checkpoint does the same. Move them out of the loop or branch, or use jax.experimental.io_callback: "
+            "what it stands in is never recomputed.",
+            stacklevel=2,
+        )
+
+
+def _may_report_again(eqn: Any) -> bool:
+    """Whether an equation's side effects may be doubled: they are inside it, or a region may hold it."""
+    return any(type(effect).__name__ in ("DebugEffect", "OrderedDebugEffect") for effect in eqn.effects)
+
+
+def _times(program: Program, plan: Plan) -> Counter[tuple[str, str]]:
+    """How often each reporting equation runs in the gradient under a plan, by its primitive and the user's line."""
+    function, shapes = gradient(program, emit(program, plan))
+    found: Counter[tuple[str, str]] = Counter()
+    _count(compat.open_jaxpr(jax.make_jaxpr(function)(*shapes)), 1, found)
+    return found
+
+
+def _count(jaxpr: Any, times: int, found: Counter[tuple[str, str]]) -> None:
+    for eqn in jaxpr.eqns:
+        if _may_report_again(eqn):
+            bodies = bodies_of(eqn)
+            for body in bodies:
+                _count(compat.open_jaxpr(body), times * eqn.params.get("length", 1), found)
+            if not bodies:
+                found[eqn.primitive.name, compat.source_of(eqn)] += times
