@@ -212,7 +212,8 @@ def explain(
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
         target: The device to price for; `None` for the one in use.
         argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
-        **kwargs: Its keyword arguments.
+        **kwargs: Its keyword arguments. One that is called like an option above is refused: ask
+            `jaxsub.sublinear(fun, ...).explain(*args, **kwargs)`, whose names are all the function's.
 
     Returns:
         The explanation: print it, or read its groups. Nothing is compiled for it.

@@ -128,7 +128,8 @@ def frontier(
             figures are counted without a compiler.
         argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         cache: Where compiled figures are kept, as for `jaxsub.sublinear`.
-        **kwargs: Its keyword arguments.
+        **kwargs: Its keyword arguments. One that is called like an option above is refused: ask
+            `jaxsub.sublinear(fun, ...).frontier(*args, **kwargs)`, whose names are all the function's.
 
     Returns:
         The frontier; print it, plot it, or take a plan of it.

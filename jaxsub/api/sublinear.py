@@ -322,7 +322,8 @@ def plan(fun: Callable[..., Any], /, *args: Any, budget: AnyBudget = None, plann
         bound: Whether to ask how far from the best the plan can be: `plan.lower_bound`, `plan.gap` and a line of
             `print(plan)`. Seconds, for programs of at most 60 stages; others get a warning and no bound.
         chunks: As for `sublinear`.
-        **kwargs: Its keyword arguments.
+        **kwargs: Its keyword arguments. One that is called like an option above is refused: ask
+            `jaxsub.sublinear(fun, ...).plan(*args, **kwargs)`, whose names are all the function's.
 
     Returns:
         The plan; print it, save it, or pass it to `sublinear(plan=...)`.
@@ -358,7 +359,8 @@ def measure(fun: Callable[..., Any], /, *args: Any, target: str | Target | None 
         *args: Its arguments: arrays or `jax.ShapeDtypeStruct`s.
         target: The device to compile for; `None` for the one in use.
         argnums: The arguments the gradient is taken of, as for `jaxsub.sublinear`.
-        **kwargs: Its keyword arguments.
+        **kwargs: Its keyword arguments. One that is called like an option above is refused: ask
+            `jaxsub.sublinear(fun, ...).measure(*args, **kwargs)`, whose names are all the function's.
 
     Returns:
         Bytes, FLOPs and the time the compile took.

@@ -55,6 +55,14 @@ class Locks:
         return len(self._held)
 
 
+class Bound(functools.partial[R]):
+    """A wrapped method of an instance; it can be asked what the wrapped function can be: `model.loss.plan(batch)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.func, name)
+        return functools.partial(found, *self.args) if callable(found) else found
+
+
 class Wrapped(abc.ABC, Generic[P, R]):
     """A callable in the place of a function.
 
@@ -76,11 +84,11 @@ class Wrapped(abc.ABC, Generic[P, R]):
     def __get__(self: Self, instance: None, owner: type | None = None) -> Self: ...
 
     @overload
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Bound[R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind like a function does, so that methods can be decorated."""
-        return self if instance is None else functools.partial(cast(Any, self), instance)
+        return self if instance is None else Bound(cast(Any, self), instance)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name, module = getattr(self, "__qualname__", ""), self.__module__

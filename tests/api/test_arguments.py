@@ -130,6 +130,27 @@ def test_methods_are_the_functions():
     assert loss.explain(W, X) == jaxsub.explain(layers, W, X)
 
 
+class Model:
+    """A loss that is a method."""
+
+    scale = 2.0
+
+    @functools.partial(make, static_argnums=0)
+    def loss(self, w, x):
+        return layers(w, x) * self.scale
+
+
+def test_a_method_is_asked_of_its_instance():
+    """Bound to an instance, a wrapped method tells its plan, its figures and the function that it was."""
+    loss = Model().loss
+    np.testing.assert_allclose(loss(W, X), 2 * layers(W, X), rtol=1e-6)
+    assert loss.plan(W, X).n_nodes
+    assert loss.measure(W, X).temp_bytes > 0
+    assert loss.fun(W, X) == 2 * layers(W, X)
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        loss.plam(W, X)
+
+
 @pytest.mark.parametrize("given", ["x", "0", 1.0, True, (), (0, "x")])
 def test_argnums_that_are_none(given):
     """What is no position is refused when the function is made, with its value."""

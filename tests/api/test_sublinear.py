@@ -254,14 +254,14 @@ def test_no_arrays_come_back():
     assert jax.grad(predicted(lambda w: 3.0))(1.0) == 0
 
 
-def test_integer_arguments_need_argnums():
-    """With nothing to differentiate in the first argument the user is told of argnums=, which then works."""
+def test_integer_arguments_named_by_argnums():
+    """Where argnums= names an argument with nothing to differentiate the user is told so; another one works."""
 
     def f(n, w):
         return jnp.sum(jnp.tanh(w) * n)
 
     with pytest.raises(jaxsub.UnsupportedError, match="argnums="):
-        predicted(f)(3, jnp.ones(2))
+        predicted(f, argnums=0)(3, jnp.ones(2))
     chex.assert_trees_all_close(
         jax.grad(predicted(f, argnums=1), argnums=1)(3, jnp.ones(2)), jax.grad(f, 1)(3, jnp.ones(2))
     )
