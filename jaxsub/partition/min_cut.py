@@ -311,8 +311,7 @@ class _Cut:
 
     def solve(self, price: float) -> Choice:
         """The cheapest choice when a FLOP costs `price` bytes."""
-        from scipy.sparse import csr_array  # noqa: PLC0415 - as long to import as all of jaxsub
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # noqa: PLC0415 - likewise
+        from scipy.sparse import csgraph, csr_array  # noqa: PLC0415 - as long to import as all of jaxsub
 
         n_eqns = len(self.flops)
         costs = np.concatenate([self.capacities.astype(float), price * self.flops])
@@ -325,10 +324,10 @@ class _Cut:
         network = csr_array((scaled, (heads, tails)), shape=(size, size), dtype=np.int32)
         network.sum_duplicates()
         network.data = np.minimum(network.data, INFINITE)
-        residual = network - maximum_flow(network, 0, 1).flow
+        residual = network - csgraph.maximum_flow(network, 0, 1).flow
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
-        reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
+        reached = set(csgraph.breadth_first_order(residual, 0, return_predecessors=False).tolist())
         again = [e for e in range(n_eqns) if 2 + e in reached]
         saved = [v for v, e in self.producers.items() if v in reached and e not in reached]
         return Choice(
