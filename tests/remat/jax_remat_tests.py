@@ -34,6 +34,7 @@ PLANNED: dict[str, str] = {
     "test_remat_scan": CHOICE,
     "test_remat_of_scan": CHOICE,
     "test_remat_of_cond": CHOICE,
+    "test_remat_residual_logging": "reads what JAX logs of a region's residuals; where all is saved there is no region",
     "test_no_cse_widget_on_primals": "looks for no barrier in the forward pass; a plan's gradient barriers stand there",
 }
 FORMS = {
