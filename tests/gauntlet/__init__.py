@@ -95,3 +95,8 @@ PROGRAMS = _table(
     ("jax_custom_root", "", "lax.custom_root with a linear solve"),
     ("jax_split_keys", "", "dropout with keys split and passed on, a metric after the loss"),
 )
+
+SMALL = (
+    "jax_split_keys jax_custom_root jax_fourier_operator jaxopt_bilevel numpyro_vae rlax_impala optimistix_deq".split()
+)
+"""Programs that take the least time to plan, half a minute each: what CI runs."""

@@ -7,19 +7,21 @@ compared with the plain program's. The second process has only to read: it compi
 
     pip install -e ".[gauntlet]"
     python tests/gauntlet/run.py                             # all of them, a table
+    python tests/gauntlet/run.py --small                     # those that CI runs, a few minutes
     python tests/gauntlet/run.py keras_cnn jax_maml          # some
     python tests/gauntlet/run.py --budget .5 .25 --jobs 1
 
 Columns: MiB of temporaries of the plain gradient, the budget, what the compiler gives the planned one; FLOPs of the
 traced gradient over the plain one's, loops counted with their lengths; processor seconds of lowering and compiling the
-plain gradient; those of a cold plan over them; compiles meanwhile; processor seconds of finding both plans in the
-second process. `least` behind a budget: the one asked for was refused, this is the least that the refusal named. A
-program that lacks a library is skipped. Exits with 1 if any program failed.
+plain gradient; those of a cold plan over them; compiles meanwhile; processor seconds of fitting the whole step, and
+of finding both plans in the second process. `least` behind a budget: the one asked for was refused, this is the least
+that the refusal named. A program that lacks a library is skipped. Exits with 1 if any program failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import resource
@@ -33,22 +35,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gauntlet import PROGRAMS
-from gauntlet.trial import again, first
+from gauntlet import PROGRAMS, SMALL
+from gauntlet.trial import again, first, merged
 
 MIB = 2**20
 HEADER = f"{'program':24}{'budget':>7}{'plain':>8}{'asked':>8}{'':6}{'planned':>8}{'FLOPs':>7}{'compile':>9}{'plan':>7}"
-HEADER += f"{'compiles':>9}{'again':>7}  verdict"
+HEADER += f"{'compiles':>9}{'step':>7}{'again':>7}  verdict"
 
 
-def one_process(name: str, share: float, folder: Path) -> None:
-    """Run one of a program's two trials, the second if the first has left its figures; write its figures."""
+def one_process(name: str, share: float, trial: str, folder: Path) -> None:
+    """Run one of a program's two trials; write its figures as they come, so that a crash leaves those before it."""
     built = PROGRAMS[name].build()
     before = folder / "first.json"
-    if before.exists():
-        (folder / "again.json").write_text(json.dumps(again(built, json.loads(before.read_text()), folder)))
-    else:
-        before.write_text(json.dumps(first(built, share, folder)))
+    parts = first(built, share, folder) if trial == "first" else again(built, json.loads(before.read_text()), folder)
+    for found in merged(parts):
+        (folder / f"{trial}.json").write_text(json.dumps(found))
 
 
 def run_apart(name: str, share: float, limit: int) -> dict[str, Any]:
@@ -58,20 +59,20 @@ def run_apart(name: str, share: float, limit: int) -> dict[str, Any]:
         return {"skipped": f"{', '.join(missing)} is not installed"}
     figures: dict[str, Any] = {"faults": []}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, name, "--budget", str(share), "--limit", str(limit), "--process", folder]
-        environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": folder} | {
-            k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"
-        }
-        for process in ("first", "again"):
-            ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if ran.returncode:
-                said = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
-                what = (
-                    f"not done after {limit} processor seconds" if ran.returncode == -signal.SIGXCPU else said[-1][:200]
-                )
-                return figures | {"faults": [*figures["faults"], f"{process} process: {what}"], "stderr": ran.stderr}
-            found = json.loads(Path(folder, f"{process}.json").read_text())
+        environment = {"XDG_CACHE_HOME": folder} | {k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"}
+        environment["JAX_PLATFORMS"] = "cpu"
+        for trial in ("first", "again"):
+            command = [sys.executable, __file__, name, "--budget", str(share), "--limit", str(limit)]
+            ran = subprocess.run([*command, "--trial", trial, folder], capture_output=True, text=True, env=environment)
+            written = Path(folder, f"{trial}.json")
+            found = json.loads(written.read_text()) if written.exists() else {"faults": []}
             figures = figures | found | {"faults": figures["faults"] + found["faults"]}
+            if ran.returncode:
+                said = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1][:200]
+                if ran.returncode == -signal.SIGXCPU:
+                    said = f"not done after {limit} processor seconds"
+                figures["faults"].append(f"{trial} process: {said}")
+                return figures | {"stderr": ran.stderr}
     return figures
 
 
@@ -86,7 +87,8 @@ def row(name: str, share: float, found: dict[str, Any]) -> str:
         line += f"{plain}{asked}{' least' if found['loss_refused'] else '':6}{planned}{found['flops']:7.2f}"
         line += f"{found['plain_seconds']:8.1f}s{found['plan_seconds'] / found['plain_seconds']:6.1f}x"
         line += f"{found['compiles']:9d}"
-        line += f"{found['again_seconds']:6.1f}s" if "again_seconds" in found else f"{'':7}"
+        for key in ("step_seconds", "again_seconds"):
+            line += f"{found[key]:6.1f}s" if key in found else f"{'':7}"
     refused = "loss refused, its least fits" if found.get("loss_refused") else ""
     refused += "; step refused, its least fits" if found.get("step_refused") else ""
     return f"{line}  {'; '.join(found['faults']) or refused.lstrip('; ') or 'ok'}"
@@ -108,19 +110,23 @@ def main() -> int:
     """Run what is asked for; print the table, and what crashed below it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="; ".join(PROGRAMS))
+    parser.add_argument("--small", action="store_true", help=f"only {', '.join(SMALL)}")
     parser.add_argument("--budget", nargs="+", type=float, default=[0.5], metavar="SHARE")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="programs that run side by side")
     parser.add_argument("--limit", type=int, default=300, help="processor seconds for one process")
-    parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = set(options.programs) - set(PROGRAMS)
     if unknown:
         parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
-    if options.process:
+    if options.trial:
+        faulthandler.register(signal.SIGXCPU, chain=True)  # says where it was
         resource.setrlimit(resource.RLIMIT_CPU, (options.limit, options.limit + 5))
-        one_process(options.programs[0], options.budget[0], options.process)
+        one_process(options.programs[0], options.budget[0], options.trial[0], Path(options.trial[1]))
         return 0
-    asked = [(name, share) for name in options.programs or PROGRAMS for share in options.budget]
+    asked = [
+        (name, share) for name in options.programs or (SMALL if options.small else PROGRAMS) for share in options.budget
+    ]
     print(HEADER, flush=True)
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:

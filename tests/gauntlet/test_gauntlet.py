@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jaxsub
-from gauntlet import PROGRAMS, Built
+from gauntlet import PROGRAMS, SMALL, Built
 from gauntlet.run import row, run_apart, summary
-from gauntlet.trial import again, difference, first, within
+from gauntlet.trial import again, difference, first, merged, within
 
 HERE = Path(__file__).parent
 PACKAGES = {"haiku": "dm-haiku", "e3nn_jax": "e3nn-jax"}
@@ -37,6 +37,7 @@ def test_the_table_is_whole():
     modules = {path.stem for path in (HERE / "programs").glob("*.py")} - {"__init__"}
     assert {program.module for program in PROGRAMS.values()} == set(PROGRAMS) == modules
     assert len(PROGRAMS) >= 14
+    assert set(SMALL) < set(PROGRAMS)
     assert len({library for program in PROGRAMS.values() for library in program.libraries}) >= 10
 
 
@@ -61,35 +62,38 @@ def test_a_program_without_its_library_is_skipped(monkeypatch):
 
 def test_what_is_right_passes(tmp_path):
     """A plain chain has no faults, and the second trial compiles nothing to find its plans."""
-    found = first(BUILT, 0.75, tmp_path)
+    *_, found = merged(first(BUILT, 0.75, tmp_path))
     assert found["faults"] == []
     assert found["planned_bytes"] <= found["budget_bytes"] < found["plain_bytes"]
-    assert again(BUILT, json.loads(json.dumps(found)), tmp_path)["faults"] == []
+    *_, second = merged(again(BUILT, json.loads(json.dumps(found)), tmp_path))
+    assert second["faults"] == []
     assert "ok" in row("chain", 0.75, found)
     assert "1 ran, 0 failed" in summary([found])
 
 
 def test_plans_that_are_made_again_are_a_fault(tmp_path):
     """A second process that finds no plan compiles, and that is reported."""
-    found = first(BUILT, 0.75, tmp_path)
+    *_, found = merged(first(BUILT, 0.75, tmp_path))
     (tmp_path / "cache").rename(tmp_path / "lost")
-    assert [fault for fault in again(BUILT, found, tmp_path)["faults"] if "compiles, not 0" in fault]
+    *_, second = merged(again(BUILT, found, tmp_path))
+    assert "compiles for a plan" in str(second["faults"])
+    assert "compiles to fit the step" in str(second["faults"])
 
 
 def test_wrong_values_are_a_fault(tmp_path, monkeypatch):
     """A planned function whose gradient is off by a thousandth is found, in the loss and in the step."""
     sublinear = jaxsub.sublinear
     monkeypatch.setattr(jaxsub, "sublinear", lambda f, **options: sublinear(lambda w, x: 1.001 * f(w, x), **options))
-    faults = first(BUILT, 0.75, tmp_path)["faults"]
-    assert [fault.split(":")[0] for fault in faults] == ["wrong values", "wrong step"]
+    *_, found = merged(first(BUILT, 0.75, tmp_path))
+    assert [fault.split(":")[0] for fault in found["faults"]] == ["wrong values", "wrong step"]
 
 
 def test_a_budget_that_is_broken_is_a_fault(tmp_path, monkeypatch):
     """A loss that takes what it always took is reported with both figures."""
     plain = partial(jaxsub.sublinear, planner="plain", progress=False)
     monkeypatch.setattr(jaxsub, "sublinear", lambda f, **_: plain(f))
-    faults = first(BUILT, 0.75, tmp_path)["faults"]
-    assert [fault.split()[:2] for fault in faults] == [["loss", "takes"]]
+    *_, found = merged(first(BUILT, 0.75, tmp_path))
+    assert [fault.split()[:2] for fault in found["faults"]] == [["loss", "takes"]]
 
 
 def test_a_least_that_is_refused_again_is_an_error():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,10 +131,18 @@ def taken(compiled: Any) -> tuple[int, int]:
     return fixed + found.temp_size_in_bytes, found.temp_size_in_bytes
 
 
-def first(built: Built, share: float, folder: Path) -> dict[str, Any]:
+def merged(parts: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """All figures so far, after each part of a trial; faults add up."""
+    found: dict[str, Any] = {"faults": []}
+    for part in parts:
+        found = found | part | {"faults": found["faults"] + part["faults"]}
+        yield found
+
+
+def first(built: Built, share: float, folder: Path) -> Iterator[dict[str, Any]]:
     """Plan the loss for a share of what it takes, then its train step; what is wrong is listed under `faults`."""
-    found = {**loss_trial(built, share, folder), **step_trial(built, share, folder)}
-    return found | {"faults": [f for trial in ("loss", "step") for f in found.pop(f"{trial}_faults")]}
+    yield loss_trial(built, share, folder)
+    yield step_trial(built, share, folder)
 
 
 def loss_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
@@ -165,7 +173,7 @@ def loss_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
         "plain_seconds": plain_cost.seconds,
         "plan_seconds": cost.seconds,
         "compiles": cost.compiles,
-        "loss_faults": faults + ([f"wrong values: {far}"] if far else []),
+        "faults": faults + ([f"wrong values: {far}"] if far else []),
     }
 
 
@@ -199,26 +207,27 @@ def step_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
         "step_bytes": takes,
         "step_refused": is_refused,
         "step_seconds": cost.seconds,
-        "step_faults": ([f"step takes {takes} bytes of {memory}"] if takes > memory else [])
+        "faults": ([f"step takes {takes} bytes of {memory}"] if takes > memory else [])
         + ([f"wrong step: {far}"] if far else []),
     }
 
 
-def again(built: Built, found: dict[str, Any], folder: Path) -> dict[str, Any]:
+def again(built: Built, found: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """The same in another process: plans are read and not made, and the step's results are the same."""
-    faults = []
     fun = jaxsub.sublinear(built.loss, budget=found["budget_bytes"], cache=folder / "cache", progress=False)
     with counted() as plan_cost:
         plan = fun.plan(*built.args)
-    if plan != jaxsub.Plan.load(folder / "plan.json"):
-        faults.append("second process: another plan")
+    same = plan == jaxsub.Plan.load(folder / "plan.json")
+    faults = [] if same else ["second process: another plan"]
+    yield {
+        "faults": faults + ([f"second process: {plan_cost.compiles} compiles for a plan"] if plan_cost.compiles else [])
+    }
     step, args = planned_step(built, found["memory_bytes"], folder)
-    with counted() as step_cost:
+    with counted() as cost:
         step.report(*args)
-    compiles = plan_cost.compiles + step_cost.compiles
-    if compiles:
-        faults.append(f"second process: {compiles} compiles, not 0")
+    faults = [f"second process: {cost.compiles} compiles to fit the step"] if cost.compiles else []
     far = difference(numbers(step(*args)), pickle.loads((folder / "wanted.pickle").read_bytes()), built.rtol)
-    if far:
-        faults.append(f"second process: wrong step: {far}")
-    return {"again_seconds": plan_cost.seconds + step_cost.seconds, "faults": faults}
+    yield {
+        "again_seconds": plan_cost.seconds + cost.seconds,
+        "faults": faults + ([f"second process: wrong step: {far}"] if far else []),
+    }

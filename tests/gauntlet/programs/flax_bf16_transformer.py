@@ -7,7 +7,7 @@ import optax
 
 from gauntlet import Built
 
-VOCABULARY, WIDTH, LENGTH, BATCH, LAYERS = 256, 64, 64, 4, 4
+VOCABULARY, WIDTH, LENGTH, BATCH, LAYERS = 256, 64, 64, 4, 3
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import optax
 
 from gauntlet import Built
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 64, 64, 24, 16
+VOCABULARY, WIDTH, LENGTH, BATCH = 64, 64, 12, 32
 
 
 def unrolled(batch):

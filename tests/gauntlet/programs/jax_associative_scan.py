@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from gauntlet import Built
 
-LENGTH, WIDTH, STATE, LAYERS = 128, 32, 32, 3
+LENGTH, WIDTH, STATE, LAYERS = 64, 48, 48, 2
 
 
 def binary_operator(left, right):
@@ -37,5 +37,5 @@ def build() -> Built:
         theta = jnp.log(6.28 * jax.random.uniform(k[3], (STATE,), minval=0.01))
         return nu, theta, *b, *c.swapaxes(1, 2), jax.random.normal(k[4], (WIDTH,))
 
-    inputs = jax.random.normal(jax.random.key(1), (4, LENGTH, WIDTH))
+    inputs = jax.random.normal(jax.random.key(1), (8, LENGTH, WIDTH))
     return Built(loss, ([layer(k) for k in jax.random.split(jax.random.key(0), LAYERS)], inputs, inputs[:, ::-1]))

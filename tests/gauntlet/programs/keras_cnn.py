@@ -14,7 +14,7 @@ from gauntlet import Built
 def build() -> Built:
     keras.utils.set_random_seed(0)
     layers = [keras.Input((16, 16, 3))]
-    for _ in range(6):
+    for _ in range(4):
         layers += [
             keras.layers.Conv2D(16, 3, padding="same"),
             keras.layers.BatchNormalization(),

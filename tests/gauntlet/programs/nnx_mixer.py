@@ -6,7 +6,7 @@ from flax import nnx
 
 from gauntlet import Built
 
-PATCHES, WIDTH, BATCH, LAYERS = 32, 48, 16, 4
+PATCHES, WIDTH, BATCH, LAYERS = 32, 48, 16, 3
 
 
 class Mixer(nnx.Module):
