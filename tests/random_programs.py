@@ -28,6 +28,7 @@ import numpy as np
 import random_steps as random_steps_module
 from interpreter import evaluate
 from jax.extend.core import jaxpr_as_fun
+from jaxsub.costs.probe_compiles import Asker
 from random_steps import N, loss_of, random_steps
 
 import jaxsub
@@ -36,7 +37,6 @@ from jaxsub.core.decisions import Segment
 from jaxsub.core.disk_cache import code_digest
 from jaxsub.core.plan import Plan
 from jaxsub.costs.chain_builder import Pricer
-from jaxsub.costs.probe_compiles import Asker
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import emit, keep_out
 from jaxsub.jaxpr.trace import trace

@@ -26,10 +26,8 @@ from jaxsub.core.simulate import check_runs, predict
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
 SCHEMA = 1
-MOST_NODES = 2**24
-"""Larger programs are not traced in an hour: a plan that says so is damaged."""
-MOST_FAULTS = 8
-"""How many faults of a plan are named."""
+MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
+MOST_FAULTS = 8  # how many faults of a plan are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +244,9 @@ class Plan:
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
-        n_equations = self.n_nodes + sum(s.stop - s.start - 1 for s in self.slices)  # a run in slices is one node
-        if len(self.equations) not in (0, 4 * n_equations):
-            found.append(f"equations: {len(self.equations)} digits, not {4 * n_equations}")
+        n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices)
+        if len(self.equations) not in (0, 4 * n_traced):
+            found.append(f"equations: {len(self.equations)} digits, not {4 * n_traced}")
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 

@@ -1,6 +1,5 @@
 """What everybody writes: dropout with keys that are split on, joined products, metrics behind the loss."""
 
-
 import jax
 import jax.numpy as jnp
 import pytest
