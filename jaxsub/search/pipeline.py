@@ -42,8 +42,9 @@ from jaxsub.search.slicing import Chunks, asked
 from jaxsub.search.slicing import candidates as sliced_runs
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
-LITTLE_EXTRA = 0.05
-"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
+LITTLE_EXTRA = 0.25
+"""A plan that recomputes no more of a forward pass than this, a twelfth of a step, is taken without looking at runs in
+slices: to plan anew takes as long again, and products in slices may take a little longer."""
 
 
 @dataclass(frozen=True, slots=True)

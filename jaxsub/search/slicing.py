@@ -38,6 +38,9 @@ WIDE_SHARE = 1 / 8
 and it is sliced until they are this share of the budget."""
 
 
+LEAST_BYTES = 2**20
+"""For less than a mebibyte nobody needs slices."""
+
 MORE = 4
 """Where a run in slices does not meet a budget so many times more are tried."""
 
@@ -90,15 +93,16 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     if program.is_spread:
         return
     n, least = len(program.eqns), least_rows(target)
-    runs = _wide_runs(program, n_bytes)
-    heads = [run for run in runs if run.stop == n and program.loss is not None]
-    others = [run for run in runs if run.stop < n]
-    counted = [(run, _count(run, n_bytes, least)) for run in (*heads[:1], *others)]
-    chosen = [run.slices(program, count) for run, count in counted if count > 1]
+    runs = [run for run in _wide_runs(program, n_bytes) if run.carried_bytes > LEAST_BYTES]
+    heads = [run for run in runs if run.stop == n and program.loss is not None][:1]
     batch = _batch_run(program)
-    for run in (*heads[:1], *([batch] if batch else [])):
+    whole = [batch] if batch is not None and batch.carried_bytes > LEAST_BYTES else []
+    for run in (*heads, *whole):
         fewest, most = _count(run, n_bytes, least), min(run.rows // least, run.axis.length)
-        yield from ((run.slices(program, n),) for n in dict.fromkeys((fewest, min(MORE * fewest, most))) if n > 1)
+        counts = dict.fromkeys((fewest, min(MORE * fewest, most)))
+        yield from ((run.slices(program, count),) for count in counts if count > 1)
+    counted = [(run, _count(run, n_bytes, least)) for run in (*heads, *(run for run in runs if run.stop < n))]
+    chosen = [run.slices(program, count) for run, count in counted if count > 1]
     if any(s.stop < n for s in chosen):
         yield tuple(sorted(chosen, key=lambda s: s.start))
 
