@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 
@@ -45,6 +45,8 @@ class Slices:
         length: How many units the axis has.
         label: What runs so, in words.
         spared_bytes: Bytes of the values it makes that carry the axis, less those of one slice.
+        extra_share: What it recomputes, as a share of the program's forward pass.
+        inside: How one slice runs; indices are those of what a slice executes (`jaxsub.emission.folding`).
     """
 
     start: int
@@ -55,6 +57,8 @@ class Slices:
     length: int = 0
     label: str = ""
     spared_bytes: int = 0
+    extra_share: float = 0.0
+    inside: Inside = field(default_factory=lambda: Inside())
 
     @property
     def size(self) -> int:

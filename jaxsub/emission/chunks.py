@@ -37,7 +37,9 @@ from jaxsub.jaxpr.trace import ZERO_TANGENT
 Values = tuple[Any, ...]
 
 
-def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int) -> Callable[..., Values]:
+def sliced(
+    axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int, one: Callable[..., Any] | None = None
+) -> Callable[..., Values]:
     """A run as a function of its inputs that executes it in slices.
 
     Args:
@@ -45,6 +47,7 @@ def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int
         inputs: The variables that the function's arguments are.
         outputs: The variables that it returns.
         count: In how many slices, at most.
+        one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
 
     Example:
         >>> from jaxsub.jaxpr.axes import follow
@@ -54,7 +57,7 @@ def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int
         5.0488
     """
     wanted = _results(axis, outputs)
-    plainly = _Slices(axis, wanted, -(-axis.length // count))
+    plainly = _Slices(axis, wanted, -(-axis.length // count), one)
     slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
@@ -66,6 +69,24 @@ def sliced(axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int
         return tuple(read(env, a, None) for a in outputs)
 
     return call
+
+
+def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int) -> tuple[Any, tuple[Any, ...]]:
+    """What one slice executes, as a jaxpr of where it starts, its parts, and what is read whole; and its results."""
+    slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count))
+    n_cut = len(axis.cut)
+    parts = [_part_of(v.aval, place, slices.size) for v, place in axis.cut]
+    wholes = [compat.shape_of(v.aval) for v in axis.reads]
+
+    def one(start: Any, *args: Any) -> Values:
+        return slices.one(start, slices.size, args[:n_cut], args[n_cut:])
+
+    return jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *parts, *wholes), slices.wanted
+
+
+def _part_of(aval: Any, place: Place, size: int) -> jax.ShapeDtypeStruct:
+    shape = tuple(size * place.unit if d == place.dim else s for d, s in enumerate(aval.shape))
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -85,6 +106,7 @@ class _Slices:
     axis: Axis
     wanted: tuple[Any, ...]
     size: int
+    planned: Callable[..., Any] | None = None
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -101,6 +123,8 @@ class _Slices:
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
+        if self.planned is not None and size == self.size:
+            return tuple(self.planned(jnp.asarray(start, jnp.int32), *parts, *wholes))
         env: Env = dict(zip(self.axis.cut, parts, strict=True))
         env.update({(v, None): x for v, x in zip(self.axis.reads, wholes, strict=True)})
         evaluate(self.axis.steps, env, At(start, size))

@@ -6,18 +6,22 @@ like any other: its passes are traced, its lives counted and its memory compiled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxsub.core.decisions import Slices
+from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.errors import PlanMismatchError
-from jaxsub.core.plan import Plan
-from jaxsub.emission.chunks import sliced
+from jaxsub.core.plan import Plan, segment_faults
+from jaxsub.emission.chunks import jaxpr_of_slice, sliced
+from jaxsub.emission.regions import with_regions
+from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
+from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.inline import flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of
 
 
@@ -50,6 +54,25 @@ def axis_of(program: Program, slices: Slices) -> Axis:
     return follow(eqns, reads, returns, variable_of(program, slices.value), slices.dim)
 
 
+def program_of_slice(program: Program, slices: Slices) -> Program:
+    """What one slice executes, as a program of where it starts, its parts, and what is read whole.
+
+    Its loss is the one scalar that the slices add up; it is differentiated in what the run is.
+    """
+    axis = axis_of(program, slices)
+    closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count)
+    eqns, invars, outvars, consts = flatten_jaxpr(closed)
+    active = {variable_of(program, v.index) for v in program.graph.values if v.is_differentiated}
+    given = [None, *(v for v, _ in axis.cut), *axis.reads]
+    positions = {len(consts) + i for i, v in enumerate(given) if v in active}
+    losses = [i for i, v in enumerate(results) if v.aval.shape == () and is_inexact(v)]
+    names = ["const"] * len(consts) + ["start", *("" for _ in given[1:])]
+    tree = jax.tree.structure(tuple(results))
+    part = program_of(eqns, invars, outvars, consts, positions, losses[0] if len(losses) == 1 else None, tree, names,
+                      closed)  # fmt: skip
+    return program.part(part)
+
+
 def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
     """The program with each of these runs as one equation that executes it in slices.
 
@@ -72,6 +95,16 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
     folded = program_of(eqns, list(program.invars), list(program.outvars), list(program.consts),
                         set(program.differentiated), program.loss, program.out_tree, names, program.traced)  # fmt: skip
     return replace(folded, shardings=program.shardings, platform=program.platform, is_of_spread=program.is_of_spread)
+
+
+def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | None:
+    """What a slice executes, with regions and loops as planned; `None` where they are not."""
+    inside = slices.inside
+    if inside == Inside():
+        return None
+    part = program_of_slice(program, slices)
+    function = with_regions(with_loops(part, inside.ways), inside.segments, inside.barriers, scope="")
+    return lambda *args: function(*part.consts, *args)
 
 
 def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
@@ -108,6 +141,11 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
             yield f"{name} does not read value {run.value}"
             continue
         try:
+            if run.inside != Inside():
+                inside, part = run.inside, program_of_slice(program, run)
+                yield from (
+                    f"{name}, in a slice: {fault}" for fault in segment_faults(inside.segments, 0, len(part.eqns))
+                )
             axis_of(program, run)
         except NotIndependent as why:
             yield f"{name} cannot run in slices: {why}"
@@ -117,7 +155,7 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
 
 def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
-    function = sliced(axis_of(program, slices), reads, returns, slices.count)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count, _planned_slice(program, slices))
 
     def run(*args: Any) -> list[Any]:
         return list(function(*args))

@@ -126,7 +126,8 @@ class Candidates:
 
 def recomputed_share(plan: Plan) -> float:
     """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
-    return plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+    found = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+    return found + sum(run.extra_share for run in plan.slices)
 
 
 def predicted_bytes(plan: Plan) -> int:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Slices
+from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
 from jaxsub.core.plan import Measurement, Plan
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
-from jaxsub.emission.folding import with_slices
+from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
@@ -42,9 +42,11 @@ from jaxsub.search.slicing import Chunks, asked
 from jaxsub.search.slicing import candidates as sliced_runs
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
-LITTLE_EXTRA = 0.25
-"""A plan that recomputes no more of a forward pass than this, a twelfth of a step, is taken without looking at runs in
-slices: to plan anew takes as long again, and products in slices may take a little longer."""
+CORRECTIONS = 4
+"""How often a plan inside slices is made, each time for as much less than one needs as all need over the budget."""
+
+LITTLE_EXTRA = 0.05
+"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +219,35 @@ def _need(plan: Plan) -> int:
 
 
 def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store) -> Plan:
-    """Plan the program in which some runs are one equation each, executed in slices."""
-    plan = _whole(with_slices(program, runs), settings, target, store)
-    if plan.prediction is not None:  # in front of the loss each slice is recomputed
-        nodes, n = program.graph.nodes, len(program.eqns)
-        again = sum(node.flops for run in runs if run.stop < n for node in nodes[run.start : run.stop])
-        found = replace(plan.prediction, extra_flops=plan.prediction.extra_flops + again)
-        plan = plan.replace(prediction=found)
-    return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), equations=equation_digests(program))
+    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
+    n_bytes, room = settings.budget.n_bytes, 0
+    for _ in range(CORRECTIONS):
+        try:
+            plan = _whole(with_slices(program, runs), settings, target, store)
+        except InfeasibleBudgetError as refused:
+            is_all = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, len(program.eqns))
+            if not is_all or n_bytes is None:
+                raise
+            room = room - (refused.least_bytes - n_bytes) if room else n_bytes
+            last = refused
+        else:
+            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs),
+                                equations=equation_digests(program))  # fmt: skip
+        try:
+            run, room = _planned_inside(program, runs[0], room, settings, target, store)
+        except InfeasibleBudgetError:  # its budget is that of a slice: the user is told of the whole
+            raise last from None
+        runs = (run,)
+    raise last
+
+
+def _planned_inside(
+    program: Program, run: Slices, room: int, settings: Settings, target: Target, store: Store
+) -> tuple[Slices, int]:
+    """A run in slices, each of them planned for so many bytes, and what one needs."""
+    plan = _whole(program_of_slice(program, run), replace(settings, budget=Budget(max(1, room))), target, store)
+    extra = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+    return replace(run, inside=Inside(plan.segments, plan.barriers, plan.loops), extra_share=extra), _need(plan)
 
 
 def _whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:

@@ -64,8 +64,10 @@ class Found:
     def slices(self, program: Program, count: int) -> Slices:
         """The run in slices."""
         spared = self.carried_bytes - self.carried_bytes // count
-        label = _label(program, self.start, self.stop)
-        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, label, spared)
+        label, nodes = _label(program, self.start, self.stop), program.graph.nodes
+        again = sum(node.flops for node in nodes[self.start : self.stop]) if self.stop < len(nodes) else 0.0
+        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, label, spared,
+                      again / max(sum(node.flops for node in nodes), 1.0))  # fmt: skip
 
 
 def least_rows(target: Target) -> int:
@@ -198,7 +200,8 @@ def _wide_runs(program: Program, n_bytes: int) -> list[Found]:
 
 def _count(found: Found, n_bytes: int, least: int) -> int:
     """In how many slices a run is executed: as few as leave it a small share of the budget, in large products."""
-    needed = found.carried_bytes / max(1.0, WIDE_SHARE * n_bytes)
+    share = WIDE_SHARE if found.start else 1 / 2  # the whole function leaves nothing but its slices
+    needed = found.carried_bytes / max(1.0, share * n_bytes)
     wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
     return min(wanted, found.rows // least, found.axis.length)
 

@@ -54,7 +54,8 @@ def slices_words(slices: Slices) -> str:
         'head: 8 × 2,048 of 16,384, spares up to 1.00 GiB'
     """
     spared = format_bytes(slices.spared_bytes)
-    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,}, spares up to {spared}"
+    again = f", recomputes {slices.extra_share:.0%}" if slices.extra_share else ""
+    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,}, spares up to {spared}{again}"
 
 
 def _holding_line(holding: Holding) -> str:

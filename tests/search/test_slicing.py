@@ -96,6 +96,32 @@ def test_a_head_in_slices_recomputes_nothing():
     assert plan.plain_measurement.temp_bytes > 4 * plan.measurement.temp_bytes
 
 
+def residual(ws, x, y):
+    """Layers that keep their width, over a batch of two long sequences."""
+    for w in ws:
+        x = x + jnp.tanh(jnp.tanh(x @ w) @ w)
+    return jnp.mean((x - y) ** 2)
+
+
+def test_a_slice_recomputes_where_it_must():
+    """Where slices of the batch alone do not fit, each is planned itself and recomputes; gradients hold."""
+    ws = [jnp.asarray(RNG.normal(size=(WIDTH, WIDTH)) / 8, jnp.float32) for _ in range(6)]
+    x = jnp.asarray(RNG.normal(size=(2, 2048, WIDTH)), jnp.float32)
+    alone = jaxsub.sublinear(residual, budget="8MiB", chunks={0: 2}).plan(ws, x, x * 0)
+    assert alone.measurement.temp_bytes > 2**22
+    smaller = jaxsub.sublinear(residual, budget="4MiB", chunks={0: 2})
+    plan = smaller.plan(ws, x, x * 0)
+    (run,) = plan.slices
+    assert run.inside.segments
+    assert not alone.slices[0].inside.segments
+    assert 0 < run.extra_share < 2
+    assert ", recomputes " in str(plan)
+    assert plan.measurement.temp_bytes <= 2**22
+    got, wanted = (jax.jit(jax.value_and_grad(f))(ws, x, x * 0) for f in (smaller, residual))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
 def test_slices_are_off_where_they_are_forbidden():
     """With `chunks=False` what only slices would meet is refused."""
     with pytest.raises(jaxsub.InfeasibleBudgetError):
