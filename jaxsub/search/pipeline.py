@@ -7,6 +7,7 @@ fraction the compiler confirms it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
