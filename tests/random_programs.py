@@ -28,7 +28,6 @@ import numpy as np
 import random_steps as random_steps_module
 from interpreter import evaluate
 from jax.extend.core import jaxpr_as_fun
-from jaxsub.costs.probe_compiles import Asker
 from random_steps import N, loss_of, random_steps
 
 import jaxsub
@@ -200,12 +199,6 @@ def check(number):
         case.check([kept_out(case.program, plan)])
 
 
-def traced_only(asker, probe):
-    """In the place of `Asker._compile`: a probe is traced, and said to need what its arguments do."""
-    jax.eval_shape(probe.call, *probe.args)
-    return sum(leaf.size * 4 for leaf in jax.tree.leaves(probe.args)), False
-
-
 def plans_by_budget(program, seed):
     """The plans for three budgets, as text; one that is refused is planned for the least that it is told of."""
     texts = []
@@ -229,23 +222,14 @@ def check_texts(number, texts):
     return None
 
 
-def trace_probes(program):
-    """Every probe of a program's stages can be traced."""
-    with mock.patch.object(Asker, "_compile", traced_only):
-        for cuts in cut_choices(program):
-            Pricer(program, get_target(None)).chain(cuts)
-
-
 def check_budgets(number, reader):
-    """Program by number, for three budgets: planned here, its probes traced, read back and checked by `reader`.
+    """Program by number, for three budgets: planned here, read back and checked by `reader`.
 
     Each eighth is planned for arrays of a million elements too, of which nothing is computed.
     """
     with precision(number):
         case = Case.of(number)
         texts = plans_by_budget(case.program, case.seed)
-        if number % 8 < 2:
-            trace_probes(case.program)
         reader(number, texts)
         if number % 8 < 2:
             check_large(case, number)
