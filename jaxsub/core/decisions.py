@@ -60,6 +60,13 @@ class Slices:
     extra_share: float = 0.0
     inside: Inside = field(default_factory=lambda: Inside())
 
+    def faults(self) -> list[str]:
+        """What no run in slices is, by field."""
+        found = [] if 0 <= self.start < self.stop else [f"{self.start}:{self.stop} is no run of nodes"]
+        if self.count < 2 or self.count > (self.length or self.count):
+            found.append(f"count: {self.count} slices of {self.length} units")
+        return found
+
     @property
     def size(self) -> int:
         """How many units a slice has."""

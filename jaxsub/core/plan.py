@@ -238,7 +238,7 @@ class Plan:
         measured = {"measurement": self.measurement, "plain_measurement": self.plain_measurement}
         replayed = {"prediction": self.prediction, "plain_prediction": self.plain_prediction,
                     "timeline": self.timeline, "plain_timeline": self.plain_timeline}  # fmt: skip
-        found = [f"budget.{fault}" for fault in self.budget.faults()]
+        found = [f"budget.{f}" for f in self.budget.faults()] + [f"slices.{f}" for s in self.slices for f in s.faults()]
         found += [f"{name}.{fault}" for name, said in measured.items() if said is not None for fault in said.faults()]
         found += [f"{name}.{fault}" for name, said in replayed.items() if said is not None
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip

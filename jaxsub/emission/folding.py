@@ -146,7 +146,8 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
                 yield from (
                     f"{name}, in a slice: {fault}" for fault in segment_faults(inside.segments, 0, len(part.eqns))
                 )
-            axis_of(program, run)
+            if run.count > (axis := axis_of(program, run)).length:
+                yield f"{name} in {run.count} slices of an axis of {axis.length}"
         except NotIndependent as why:
             yield f"{name} cannot run in slices: {why}"
         except ValueError as why:

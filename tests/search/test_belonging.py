@@ -16,7 +16,7 @@ from mutations import PLANS, mutated_bytes, mutated_json, peak_bytes, reset_peak
 
 import jaxsub
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Conditional, Inside, Loop, Segment
+from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices
 from jaxsub.core.plan import Measurement, Plan
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import trace
@@ -41,7 +41,9 @@ def loss(w, x):
     x = deep(w, x)
     x = jax.lax.scan(lambda x, _: (deep(w, x), None), x, None, length=72)[0]
     x = jax.lax.cond(x[0, 0] > 0, functools.partial(deep, w), jnp.sin, x)
-    return jnp.mean(deep(w, x) ** 2)
+    with jax.named_scope("head"):
+        x = deep(w, x)
+    return jnp.mean(x**2)
 
 
 @functools.cache
@@ -63,11 +65,13 @@ def bases():
     made = made.replace(measurement=MEASURED, plain_measurement=replace(MEASURED, temp_bytes=9999))
     nest = Segment(0, 8, (), (Segment(0, 2), Segment(4, 8, (), (Segment(4, 6),))))
     region = Segment(14, 22, (16, 19))
+    sliced = jaxsub.plan(loss, W, X, chunks={"head": 4}, verify=False, cache=False, progress=False)
     return (
         made,
         made.replace(segments=(nest, region), barriers=(0, 2, 4, 8, 14, 22), loops=WAYS),
         made.replace(segments=(region,), barriers=(8, 14), loops=OTHER_WAYS, budget=Budget(n_bytes=5000)),
         made.replace(segments=(), barriers=(), loops=(Loop(LOOP, unrolled=36),), measurement=None),
+        sliced,
     )
 
 
@@ -78,7 +82,7 @@ def test_the_plans_that_are_changed_hold_everything():
     assert plan.prediction.step_seconds
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_what_planners_make_belongs(number):
     """A plan that runs as it says has no faults, comes back from JSON as it was, and changes no value."""
     plan = bases()[number]
@@ -106,7 +110,8 @@ def changed(seed):
         return mutated_bytes(rng, text.encode())
     data = json.loads(text)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        names = ("segments", "barriers", "loops", "n_nodes", "timeline", "prediction", "measurement", "holdings")
+        names = ("segments", "barriers", "loops", "n_nodes", "timeline", "prediction", "measurement", "holdings",
+                 "slices")  # fmt: skip
         name = rng.choice((*names, *data))
         data[name] = mutated_json(rng, data[name], 1) if name in data and data[name] is not None else 3
     return json.dumps(data)
@@ -161,6 +166,7 @@ PLACES = {
     ("timeline", "pieces", 0, "stop"): (10**6, r"timeline\.pieces: none can be at steps \d+:1000000"),
     ("timeline", "steps", 0, "phase"): ("sideways", r"timeline\.steps: none can be at"),
     ("timeline", "stage_nodes"): ([0], r"timeline\.stage_nodes: not in order, or not up to"),
+    ("slices",): ([dict(start=0, stop=4, value=0, dim=0, count=0)], r"slices\.count: 0 slices"),
     ("n_nodes",): (2**62, r"n_nodes: \d+ is not in 0 \.\. 16777216"),
     ("equations",): ("abc", r"equations: 3 digits, not"),
     ("is_optimal",): (1, r"Expected `bool`, got `int` - at `\$\.is_optimal`"),
@@ -212,6 +218,8 @@ WRONG = {
         dict(loops=(Conditional(COND, (Inside(), Inside((Segment(5, 3),)))),)),
         "branch 1, segment 5:3",
     ),
+    "more slices than units": (dict(slices=(Slices(14, 22, 15, 0, 65),), n_nodes=18), "65 slices of an axis of 64"),
+    "slices of what is not read": (dict(slices=(Slices(14, 22, 3, 0, 2),), n_nodes=18), "does not read value 3"),
     "fewer equations": (dict(n_nodes=3, segments=(), barriers=(), loops=()), r"it has 3 equations, not \d+"),
 }
 

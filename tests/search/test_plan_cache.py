@@ -45,7 +45,7 @@ def priced_runs(monkeypatch):
 
 def test_a_plan_is_found_without_pricing(tmp_path, priced_runs):
     """The same function, budget and planner are planned once, verified or not, and the plan found is the plan made."""
-    for asked in (dict(verify=False), dict(budget=0.6, verify=False), dict(budget=0.8)):
+    for asked in (dict(verify=False), dict(budget=0.6, verify=False), dict(chunks={0: 4}), dict(budget=0.8)):
         made = planned(cache=tmp_path, **asked)
         n_made = len(priced_runs)
         assert n_made
