@@ -18,7 +18,10 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.planners import Planner
 
 GAIN = 0.03
-"""What another partition, or another compile, must spare: this share of a forward pass, 1 % of a gradient's FLOPs."""
+"""What another compile must spare: this share of a forward pass, 1 % of a gradient's FLOPs."""
+
+FINER = 0.009
+"""What another partition must spare: this share, .3 % of a gradient's FLOPs; more barriers stand in finer ones."""
 
 LARGE = 0.25
 """Stages whose backward pass takes this share of the budget are cut as finely as any partition cuts them."""
@@ -90,15 +93,15 @@ class Candidates:
     def ranked(self, budget_bytes: int) -> list[Way]:
         """The ways, those first on which least is predicted to be recomputed within a budget.
 
-        The first partition stays first where no other spares more than `GAIN`, so a smaller budget never spares more
+        The first partition stays first where no other spares more than `FINER`, so a smaller budget never spares more
         than that. Where nothing fits, those on which the least is lowest come first.
         """
         first = Way(self.choices[0])
         best = self._rank(first, budget_bytes)
-        if best[0] <= GAIN or (best[0] < math.inf and len(first.cuts) > FEW_STAGES + 1):
+        if best[0] <= FINER or (best[0] < math.inf and len(first.cuts) > FEW_STAGES + 1):
             return [first]
         others = dict.fromkeys(way for way in self._others(first, budget_bytes) if way != first)
-        ranks = [(best[0] - GAIN, best[1]), *(self._rank(way, budget_bytes) for way in others)]
+        ranks = [(best[0] - FINER, best[1]), *(self._rank(way, budget_bytes) for way in others)]
         ways = [first, *others]
         return [ways[i] for i in sorted(range(len(ways)), key=lambda i: (*ranks[i], i))]
 
