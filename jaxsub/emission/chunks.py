@@ -62,10 +62,10 @@ def sliced(
 
     def call(*args: Any) -> Values:
         env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
-        evaluate([_plainly(eqn) for eqn in axis.before], env, None)
+        evaluate([whole_step(eqn) for eqn in axis.before], env, None)
         made = slices(*(env[v, None] for v, _ in axis.cut), *(env[v, None] for v in axis.reads))
         env.update({(v, None): x for v, x in zip(wanted, made, strict=True)})
-        evaluate([_plainly(eqn) for eqn in axis.after], env, None)
+        evaluate([whole_step(eqn) for eqn in axis.after], env, None)
         return tuple(read(env, a, None) for a in outputs)
 
     return call
@@ -95,7 +95,8 @@ def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v for v in read if v in axis.places)
 
 
-def _plainly(eqn: Any) -> Step:
+def whole_step(eqn: Any) -> Step:
+    """An equation that runs once, at the whole shape."""
     return Step(eqn, tuple(eqn.invars), (None,) * len(eqn.invars), tuple(eqn.outvars), (None,) * len(eqn.outvars))
 
 
@@ -161,7 +162,7 @@ class _Slices:
         def put(totals: Values, found: Sequence[Any]) -> tuple[Values, Values]:
             pairs = list(zip(found, states, strict=True))
             parts = [(x, s) for x, s in pairs if not isinstance(s, Place)]
-            joined = tuple(_joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
+            joined = tuple(joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
             return joined, tuple(x for x, s in pairs if isinstance(s, Place))
 
         def body(totals: Values, x: Any) -> tuple[Values, Values]:
@@ -169,11 +170,11 @@ class _Slices:
             results, more = region(*x, *wholes)
             return put(totals, (*results, *more))
 
-        firsts = tuple(_first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
+        firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
         head = tuple(_stacked(x, p, n, self.size) for x, p in zip(cut, places, strict=True))
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
-        found = [_flat(y, p) for y, p in zip(ys, carried, strict=True)]
+        found = [flat(y, p) for y, p in zip(ys, carried, strict=True)]
         if rest:
             tail = tuple(jax.lax.slice_in_dim(x, n * self.size * p.unit, None, axis=p.dim)
                          for x, p in zip(cut, places, strict=True))  # fmt: skip
@@ -269,7 +270,7 @@ def _wide(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _first(aval: Any, state: State) -> Any:
+def first(aval: Any, state: State) -> Any:
     """What a total starts from."""
     if state is None or state == Total("sum"):
         return jnp.zeros(aval.shape, _wide(aval.dtype) if state else aval.dtype)
@@ -280,7 +281,8 @@ def _first(aval: Any, state: State) -> Any:
     return jnp.full(aval.shape, least if is_max else most, aval.dtype)
 
 
-def _joined(total: Any, part: Any, state: State) -> Any:
+def joined(total: Any, part: Any, state: State) -> Any:
+    """A total with another slice's part."""
     if state is None:
         return part
     if state == Total("sum"):
@@ -295,7 +297,7 @@ def _stacked(x: Any, place: Place, n: int, size: int) -> Any:
     return jnp.moveaxis(whole.reshape(shape), place.dim, 0)
 
 
-def _flat(ys: Any, place: Place) -> Any:
+def flat(ys: Any, place: Place) -> Any:
     """Stacked slices as one array."""
     moved = jnp.moveaxis(ys, 0, place.dim)
     return moved.reshape((*moved.shape[: place.dim], -1, *moved.shape[place.dim + 2 :]))

@@ -15,7 +15,7 @@ are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,14 +92,41 @@ def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], s
         >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]
         (['dot_general', 'tanh', 'reduce_sum'], [Place(dim=0, unit=1)])
     """
-    length = whole = seed.aval.shape[dim]
+    return follow_all(eqns, inputs, outputs, [seed], dim)
+
+
+def follow_all(
+    eqns: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    seeds: Sequence[Any],
+    dim: int = 0,
+    late: Collection[Any] = (),
+) -> Axis:
+    """Follow an axis that several inputs carry at once; as `follow`.
+
+    Args:
+        eqns: The equations, in order.
+        inputs: The variables they read and do not make.
+        outputs: What is read of them later.
+        seeds: Inputs that carry the axis, all in the same dimension and of the same length there.
+        dim: Which of their dimensions it is.
+        late: Inputs that are not there before the slices run, such as sums over them.
+
+    Raises:
+        NotIndependent: If it is not independent; says which equation forbids it.
+        ValueError: If the dimension has a single element.
+    """
+    length = whole = seeds[0].aval.shape[dim]
     if length < 2:
-        raise ValueError(f"dimension {dim} of {seed.aval} has no slices")
+        raise ValueError(f"dimension {dim} of {seeds[0].aval} has no slices")
     while True:
         walk = _Run(length, inputs)
+        walk.late.update(late)
         try:
-            walk.cut[seed, Place(dim, whole // length)] = None
-            walk.states[seed] = Place(dim, whole // length)
+            for seed in seeds:
+                walk.cut[seed, Place(dim, whole // length)] = None
+                walk.states[seed] = Place(dim, whole // length)
             for eqn in eqns:
                 walk.run(eqn)
             return walk.axis(outputs)
