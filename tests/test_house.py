@@ -28,7 +28,7 @@ costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fu
 search: __init__ bracket slicing belonging candidates name_overrides verify budget_search repeated_effects plan_cache
     progress pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
-step: __init__ sizing fused_update report jit max_batch
+step: __init__ fused_update sizing report jit max_batch
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__
 show: __init__ curves text plot html

@@ -17,8 +17,8 @@ Sources: Lv et al., *Full Parameter Fine-tuning for Large Language Models with L
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -89,7 +89,8 @@ def with_fused_updates(
         findings: Filled at each trace with what was done.
 
     Returns:
-        A function with the same results, to be compiled by `jax.jit` with the same donations.
+        A function with the same results, to be compiled by `jax.jit` with the same donations. Where nothing can be
+        fused it is the step as it was traced.
 
     Example:
         >>> def step(ws, x):
@@ -103,15 +104,14 @@ def with_fused_updates(
         >>> bool(jnp.allclose(new, step(ws, x))), found.fused[0].n_gradients, found.fused[0].gradient_bytes
         (True, 1, 192)
     """
-    findings = Findings() if findings is None else findings
+    kept = Findings() if findings is None else findings
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
-        leaves, are_donated = jax.tree.leaves((args, kwargs)), donated(*args, **kwargs)
-        call, fused, whole = fuse(closed, are_donated)
-        findings.fused, findings.whole = fused, whole
-        return jax.tree.unflatten(jax.tree.structure(shape), call(*leaves))
+        call, kept.fused, kept.whole = fuse(closed, donated(*args, **kwargs))
+        outputs = call(*jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return run
 
@@ -193,7 +193,7 @@ def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]
             axis = follow_all(behind, known, step.outputs, seeds, 0, late)
         except NotIndependent as refused:
             lost = step.reads_all(place, _carrying(refused.eqn, behind), seeds) or seeds
-            whole.append(Whole(sum(aval_bytes(v.aval) for v in lost), str(refused)))
+            whole.append(Whole(sum(aval_bytes(v.aval) for v in lost), _reason(refused)))
             seeds = [v for v in seeds if v not in lost]
             continue
         wanted = _wanted(axis, step.outputs)
@@ -201,8 +201,13 @@ def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]
         if axis.length != n or lost:  # what is returned, or read behind the updates, is stacked anyway
             seeds = [v for v in seeds if v not in lost] if axis.length == n else []
             continue
-        return _FusedScan(step, place, axis, tuple(seeds), wanted), whole
+        return _FusedScan(step, place, axis, seeds, wanted), whole
     return None, whole if _is_gradient(step, place) else []
+
+
+def _reason(refused: NotIndependent) -> str:
+    line = compat.source_of(refused.eqn)
+    return f"`{refused.eqn.primitive.name}`{f' at {line}' if line else ''} needs all of them: {refused.reason}"
 
 
 def _carrying(eqn: Any, behind: Sequence[Any]) -> Sequence[Any]:
@@ -224,109 +229,111 @@ def _wanted(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v for v in read_later if v in places and (v in axis.places or v not in made))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _pairs(step: _Flat, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
+    """Which input's memory each updated result is written into: the one that JAX has it lie in, where it is donated."""
+    spots: dict[Any, list[Any]] = {}
+    for v, spot in axis.cut:
+        spots.setdefault(v, []).append(spot)
+    free = [v for v in step.inputs if len(spots.get(v, ())) == 1]  # what is read in two ways is not written over
+    pairs: dict[Any, Any] = {}
+    for is_donated, results in ((True, step.outputs), (False, wanted)):
+        left = [v for v in free if (v in step.donated) == is_donated]
+        for out in results:
+            state = axis.places.get(out) if compat.is_var(out) else None
+            alike = [v for v in left if spots[v] == [state] and (v.aval.shape, v.aval.dtype) ==
+                     (out.aval.shape, out.aval.dtype)]  # fmt: skip
+            if alike and out not in pairs:
+                pairs[out] = alike[0]
+                left.remove(alike[0])
+    return pairs
+
+
 class _FusedScan:
     """A step one of whose scans updates as it goes."""
 
-    step: _Flat
-    place: int
-    axis: Axis
-    seeds: tuple[Any, ...]
-    wanted: tuple[Any, ...]
-    pairs: dict[Any, Any] = field(init=False, default_factory=dict)
-    """Which input's memory each result is written into."""
-
-    def __post_init__(self) -> None:
-        cut = {v: place for v, place in self.axis.cut if v in self.step.inputs}
-        for is_donated in (True, False):  # in JAX's order, so that a result is written where JAX has it lie
-            order = self.step.donated if is_donated else [v for v in self.step.inputs if v not in self.step.donated]
-            free = [v for v in order if v in cut]
-            for out in self.step.outputs if is_donated else self.wanted:
-                state = self.axis.places.get(out) if compat.is_var(out) else None
-                if not isinstance(state, Place) or out in self.pairs:
-                    continue
-                alike = [v for v in free if cut[v] == state and v.aval.shape == out.aval.shape
-                         and v.aval.dtype == out.aval.dtype]  # fmt: skip
-                if alike:
-                    self.pairs[out] = alike[0]
-                    free.remove(alike[0])
+    def __init__(self, step: _Flat, place: int, axis: Axis, seeds: Sequence[Any], wanted: Sequence[Any]):
+        self.step, self.axis, self.seeds = step, axis, tuple(seeds)
+        self.before, self.eqn = step.eqns[:place], step.eqns[place]
+        self.n_consts, self.n_carry = compat.scan_sizes(self.eqn)
+        self.pairs = _pairs(step, axis, wanted)
+        self.buffers = tuple(self.pairs.values())
+        self.spots = {v: spot for v, spot in axis.places.items() if isinstance(spot, Place)}
+        self.totals = tuple(v for v in wanted if v not in self.spots)
+        self.stacks = tuple(v for v in wanted if v in self.spots and v not in self.pairs)
+        self.rest = tuple(v for v in self.eqn.outvars[self.n_carry :] if v not in self.seeds)
 
     def report(self) -> Fused:
-        copied = [v for v in self.pairs.values() if v not in self.step.donated]
-        scan = self.step.eqns[self.place]
+        """What it spares."""
+        copied = sum(aval_bytes(v.aval) for v in self.buffers if v not in self.step.donated)
         sizes = [aval_bytes(v.aval) for v in self.seeds]
-        return Fused(compat.source_of(scan), scan.params["length"], sum(sizes), len(sizes),
-                     sum(aval_bytes(v.aval) for v in copied))  # fmt: skip
+        return Fused(compat.source_of(self.eqn), self.eqn.params["length"], sum(sizes), len(sizes), copied)
 
     def run(self, *args: Any) -> Values:
         """The step's results."""
         env: Env = {(v, None): x for v, x in zip(self.step.inputs, (*self.step.consts, *args), strict=True)}
-        evaluate([whole_step(eqn) for eqn in (*self.step.eqns[: self.place], *self.axis.before)], env, None)
+        evaluate([whole_step(eqn) for eqn in (*self.before, *self.axis.before)], env, None)
         self.scan(env)
         evaluate([whole_step(eqn) for eqn in self.axis.after], env, None)
         return tuple(read(env, a, None) for a in self.step.outputs)
 
     def scan(self, env: Env) -> None:
         """Run the scan, and put what it makes into `env`."""
-        scan, axis = self.step.eqns[self.place], self.axis
-        n_consts, n_carry = compat.scan_sizes(scan)
-        atoms = scan.invars
-        consts = [read(env, a, None) for a in atoms[:n_consts]]
-        buffers = list(dict.fromkeys(self.pairs.values()))
-        from_buffers = {i: a for i, a in enumerate(atoms[n_consts + n_carry :]) if a in buffers}
-        xs = [read(env, a, None) for i, a in enumerate(atoms[n_consts + n_carry :]) if i not in from_buffers]
-        totals = [v for v in self.wanted if not isinstance(axis.places.get(v), Place)]
-        stacks = [v for v in self.wanted if isinstance(axis.places.get(v), Place) and v not in self.pairs]
-        rest = [i for i, v in enumerate(scan.outvars[n_carry:]) if v not in self.seeds]
-        body = jax.extend.core.jaxpr_as_fun(scan.params["jaxpr"])
-        where, axis_place = {v: i for i, v in enumerate(scan.outvars)}, Place(0)
-
-        def one(carry: tuple[Values, Values, Values], x: tuple[Any, Values]) -> Any:
-            (old, held, sums), (i, slices) = carry, x
-            at, lying, given = At(i, 1), dict(zip(buffers, held, strict=True)), iter(slices)
-            arguments = [jax.lax.dynamic_index_in_dim(lying[from_buffers[k]], i, keepdims=False)
-                         if k in from_buffers else next(given) for k in range(len(atoms) - n_consts - n_carry)]  # fmt: skip
-            outs = body(*consts, *old, *arguments)
-            read_here = self._slices(env, lying, i)
-            # Barriers: a layer's gradients are finished before its update, and all is read before anything is written,
-            # else XLA copies a buffer that one fusion reads and another writes.
-            outs, read_here = jax.lax.optimization_barrier((tuple(outs), read_here))
-            inner = dict(zip(((v, p) for v, p in axis.cut if v not in self.seeds), read_here, strict=True))
-            inner.update({(v, None): env[v, None] for v in axis.reads})
-            inner.update({(v, axis_place): jnp.expand_dims(outs[where[v]], 0) for v in self.seeds})
-            evaluate(axis.steps, inner, at)
-            results = tuple(inner[out, axis.places[out]] for out in self.pairs)
-            new = dict(lying)
-            for (out, into), x in zip(self.pairs.items(), results, strict=True):
-                spot = axis.places[out]
-                new[into] = jax.lax.dynamic_update_slice_in_dim(new[into], x, i * spot.unit, spot.dim)
-            parts = [joined(t, inner[v, None], axis.places[v]) for t, v in zip(sums, totals, strict=True)]
-            ys = (*(outs[n_carry + k] for k in rest), *(inner[v, axis.places[v]] for v in stacks))
-            return (tuple(outs[:n_carry]), tuple(new[b] for b in buffers), tuple(parts)), ys
-
-        start = (tuple(read(env, a, None) for a in atoms[n_consts : n_consts + n_carry]),
-                 tuple(read(env, b, None) for b in buffers),
-                 tuple(first(v.aval, axis.places[v]) for v in totals))  # fmt: skip
-        order = (jnp.arange(scan.params["length"], dtype=jnp.int32), tuple(xs))
-        with compat.standing_at(scan):
-            (carry, held, sums), ys = jax.lax.scan(one, start, order, reverse=scan.params["reverse"])
-        env.update({(v, None): x for v, x in zip(scan.outvars, carry, strict=False)})
-        env.update({(scan.outvars[n_carry + k], None): y for k, y in zip(rest, ys, strict=False)})
-        lying = dict(zip(buffers, held, strict=True))
-        env.update({(out, None): lying[into] for out, into in self.pairs.items()})
-        env.update({(v, None): t.astype(v.aval.dtype) for v, t in zip(totals, sums, strict=True)})
-        env.update({(v, None): flat(y, axis.places[v]) for v, y in zip(stacks, ys[len(rest) :], strict=True)})
-
-    def _slices(self, env: Env, lying: dict[Any, Any], i: Any) -> Values:
-        """A layer's slices of what is cut, gradients left out."""
-        return tuple(
-            jax.lax.dynamic_slice_in_dim(lying.get(v, env[v, None]), i * p.unit, p.unit, p.dim)
-            for v, p in self.axis.cut
-            if v not in self.seeds
+        first_x = self.n_consts + self.n_carry
+        xs = [None if self.is_buffer(a) else read(env, a, None) for a in self.eqn.invars[first_x:]]
+        start = (
+            tuple(read(env, a, None) for a in self.eqn.invars[self.n_consts : first_x]),
+            tuple(read(env, v, None) for v in self.buffers),
+            tuple(first(v.aval, self.axis.places[v]) for v in self.totals),
         )
+        steps = jnp.arange(self.eqn.params["length"], dtype=jnp.int32)
+        with compat.standing_at(self.eqn):
+            (carry, held, sums), (ys, stacked) = jax.lax.scan(
+                functools.partial(self.layer, env), start, (steps, xs), reverse=self.eqn.params["reverse"]
+            )
+        flats = [flat(y, self.spots[v]) for y, v in zip(stacked, self.stacks, strict=True)]
+        totals = [t.astype(v.aval.dtype) for t, v in zip(sums, self.totals, strict=True)]
+        names = (*self.eqn.outvars[: self.n_carry], *self.rest, *self.pairs, *self.totals, *self.stacks)
+        env.update({(v, None): x for v, x in zip(names, (*carry, *ys, *held, *totals, *flats), strict=True)})
+
+    def is_buffer(self, atom: Any) -> bool:
+        """Whether a stacked input of the scan is updated in it, layer by layer."""
+        return atom in self.buffers and (atom, Place(0)) in dict.fromkeys(self.axis.cut)
+
+    def layer(self, env: Env, carry: tuple[Values, Values, Values], x: tuple[Any, Sequence[Any]]) -> Any:
+        """One layer: its part of the backward pass, then its update."""
+        (old, held, sums), (i, slices) = carry, x
+        lying: dict[Any, Any] = dict(zip(self.buffers, held, strict=True))
+        atoms = self.eqn.invars[self.n_consts + self.n_carry :]
+        given = [jax.lax.dynamic_index_in_dim(lying[a], i, keepdims=False) if x is None else x
+                 for a, x in zip(atoms, slices, strict=True)]  # fmt: skip
+        consts = [read(env, a, None) for a in self.eqn.invars[: self.n_consts]]
+        outs = jax.extend.core.jaxpr_as_fun(self.eqn.params["jaxpr"])(*consts, *old, *given)
+        cut = [(v, spot) for v, spot in self.axis.cut if v not in self.seeds]
+        slices = [_slice(lying[v] if v in lying else read(env, v, None), spot, i) for v, spot in cut]
+        # Behind this barrier a layer's gradients are finished before its update, and all is read before anything is
+        # written: else XLA copies a buffer that one fusion reads and another writes.
+        outs, slices = jax.lax.optimization_barrier((tuple(outs), slices))
+        made = dict(zip(self.eqn.outvars, outs, strict=True))
+        inner: Env = dict(zip(cut, slices, strict=True))
+        inner.update({(v, None): env[v, None] for v in self.axis.reads})
+        inner.update({(v, Place(0)): jnp.expand_dims(made[v], 0) for v in self.seeds})
+        evaluate(self.axis.steps, inner, At(i, 1))
+        new = tuple(self.written(into, inner, out, i) for into, out in zip(held, self.pairs, strict=True))
+        parts = tuple(joined(t, inner[v, None], self.axis.places[v]) for t, v in zip(sums, self.totals, strict=True))
+        stacked = tuple(inner[v, self.spots[v]] for v in self.stacks)
+        return (tuple(outs[: self.n_carry]), new, parts), (tuple(made[v] for v in self.rest), stacked)
+
+    def written(self, into: Any, inner: Env, out: Any, i: Any) -> Any:
+        """A buffer with a layer's result in its place."""
+        spot = self.spots[out]
+        return jax.lax.dynamic_update_slice_in_dim(into, inner[out, spot], i * spot.unit, spot.dim)
 
 
-def donated_leaves(argnums: Sequence[int], argnames: Sequence[str]) -> Callable[..., list[bool]]:
+def _slice(x: Any, spot: Place, i: Any) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, i * spot.unit, spot.unit, spot.dim)
+
+
+def donated_leaves(argnums: Collection[int], argnames: Collection[str]) -> Callable[..., list[bool]]:
     """Whether each leaf of a step's arguments is donated, given which arguments are.
 
     Example:
@@ -335,8 +342,7 @@ def donated_leaves(argnums: Sequence[int], argnames: Sequence[str]) -> Callable[
     """
 
     def of(*args: Any, **kwargs: Any) -> list[bool]:
-        positions = [a % max(len(args), 1) for a in argnums]
-        found = [i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        found = [i in argnums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         return found + [k in argnames for k in sorted(kwargs) for _ in jax.tree.leaves(kwargs[k])]
 
     return of

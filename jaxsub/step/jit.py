@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, overload
 
 import jax
@@ -37,6 +38,7 @@ from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.plan_cache import find_plan, put_plan
 from jaxsub.search.progress import Progress
 from jaxsub.search.verify import recalled
+from jaxsub.step.fused_update import Findings, donated_leaves, with_fused_updates
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing, step_bytes
 
@@ -68,26 +70,28 @@ class Jitted(Protocol[P, R_co]):
 
 @overload
 def jit(fun: Callable[P, R], *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        **jit_kwargs: Any) -> Jitted[P, R]: ...  # fmt: skip
+        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Jitted[P, R]: ...  # fmt: skip
 
 
 @overload
 def jit(fun: Callable[P, R], *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
+        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
 
 
 @overload
 def jit(fun: None = None, *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
+        fuse_updates: bool | None = None,
         **jit_kwargs: Any) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...  # fmt: skip
 
 
 @overload
 def jit(fun: None = None, *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
+        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
 
 
 def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = None, target: Any = None,
-        cache: AnyCache = True, progress: bool = True, **jit_kwargs: Any) -> Any:  # fmt: skip
+        cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Any:  # fmt: skip
     """`jax.jit` for train steps: one that fits a device's memory, and that the CPU's compiler does not undo.
 
     With `memory`, the `sublinear` functions inside the step are given plans with which the whole step fits: its
@@ -105,6 +109,9 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
             that were found. `None` for the device in use.
         cache: Where prices are kept, as for `jaxsub.sublinear`.
         progress: Whether to show a progress bar when planning takes long.
+        fuse_updates: Whether the optimizer's update moves into the backward scan, so that a scan's gradients stand for
+            one layer at a time: wherever all that reads them treats layers one by one, as SGD and AdamW do. What cannot
+            move stays where it is, and the report says why. `None`: with `memory`.
         **jit_kwargs: As for `jax.jit`: `donate_argnums`, `static_argnames`, `in_shardings` and so on.
 
     Returns:
@@ -135,12 +142,15 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
     """
     check_jit_kwargs(jit_kwargs)
     if fun is None:
-        return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress, **jit_kwargs)
+        return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress,
+                                 fuse_updates=fuse_updates, **jit_kwargs)  # fmt: skip
     if memory is not None:
-        return Step(fun, memory, target, cache, progress, jit_kwargs)
+        return Step(fun, memory, target, cache, progress, jit_kwargs, fuse_updates is not False)
     if target is not None:
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
-    return jax.jit(losing_nothing(fun, "jit"), **_with_options(jit_kwargs))
+    run = losing_nothing(fun, "jit")
+    return jax.jit(_fusing(run, _statics(fun, jit_kwargs), jit_kwargs) if fuse_updates else run,
+                   **_with_options(jit_kwargs))  # fmt: skip
 
 
 def check_jit_kwargs(given: dict[str, Any]) -> None:
@@ -163,6 +173,34 @@ def check_jit_kwargs(given: dict[str, Any]) -> None:
             raise TypeError(f"jaxsub.jit takes no {name!r}{hint} It takes {', '.join(taken)}.")
 
 
+def _statics(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Statics:
+    """Which arguments of a step are static, as they were named to `jax.jit`."""
+    numbers, names = (jit_kwargs.get(f"static_arg{what}") for what in ("nums", "names"))
+    return Statics.of(fun, _several(numbers, int), _several(names, str))
+
+
+def _several(given: Any, kind: type) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, kind) else tuple(given or ())
+
+
+def _fusing(
+    run: Callable[..., Any], statics: Statics, jit_kwargs: dict[str, Any], findings: Findings | None = None
+) -> Callable[..., Any]:
+    """A step whose updates are inside its backward scans where they can be."""
+    given = Statics.of(run, *(_several(jit_kwargs.get(f"donate_arg{what}"), kind)
+                              for what, kind in (("nums", int), ("names", str))))  # fmt: skip
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found, dynamic, keywords = statics.split(args, kwargs)
+        places = [i for i in range(len(args)) if i not in statics.argnums]
+        donated = donated_leaves([k for k, i in enumerate(places) if i in given.argnums], given.argnames)
+        bound = replace(statics, fun=run).bind(found, len(args))
+        return with_fused_updates(bound, donated, findings)(*dynamic, **keywords)
+
+    return call
+
+
 def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What `jax.jit` is given on the device in use."""
     options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
@@ -181,7 +219,7 @@ class Step(Wrapped[P, R]):
     """
 
     def __init__(self, fun: Callable[P, R], memory: Any, target: Any, cache: AnyCache, progress: bool,
-                 jit_kwargs: dict[str, Any]):  # fmt: skip
+                 jit_kwargs: dict[str, Any], fuse_updates: bool = True):  # fmt: skip
         functools.update_wrapper(self, fun)
         check_jit_kwargs(jit_kwargs)
         self.fun = fun
@@ -189,10 +227,8 @@ class Step(Wrapped[P, R]):
         self.target = target
         self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
         self._called = losing_nothing(fun, "jit")
-        numbers, names = (jit_kwargs.get(f"static_arg{what}", ()) for what in ("nums", "names"))
-        numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
-        names = (names,) if isinstance(names, str) else tuple(names or ())
-        self._statics = Statics.of(fun, numbers, names)
+        self._fuses = fuse_updates
+        self._statics = _statics(fun, jit_kwargs)
         self._shardings = jit_kwargs.get("in_shardings")
         self._locks = Locks()
         self._ready: dict[Any, tuple[Any, StepReport]] = {}
@@ -220,7 +256,7 @@ class Step(Wrapped[P, R]):
 
     def made_of(self) -> tuple[Any, ...]:
         """What an equal one is made of."""
-        return self.fun, self.memory, self.target, self._cache, self._progress, self._jit_kwargs
+        return self.fun, self.memory, self.target, self._cache, self._progress, self._jit_kwargs, self._fuses
 
     def __repr__(self) -> str:
         return f"jaxsub.jit({getattr(self.fun, '__qualname__', self.fun)!s}, memory={self.memory!s})"
@@ -284,8 +320,10 @@ class Step(Wrapped[P, R]):
             return int(self.memory.n_bytes)
         return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
 
-    def _jitted(self, trial: Trial, *, is_here: bool = True) -> Any:
-        run = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
+    def _jitted(self, trial: Trial, findings: Findings | None = None, *, is_here: bool = True) -> Any:
+        run: Any = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
+        if self._fuses:
+            run = _fusing(run, self._statics, self._jit_kwargs, findings)
         return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
@@ -297,7 +335,8 @@ class Step(Wrapped[P, R]):
     def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
         """Compile the step under a trial's plans, unless what comes out of that is on disk."""
         start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
-        jitted = self._jitted(trial, is_here=target.is_present)
+        updates = Findings()
+        jitted = self._jitted(trial, updates, is_here=target.is_present)
         chosen: Any = contextlib.nullcontext()
         if target.is_present and self.target is not None:
             chosen = jax.default_device(target.device)
@@ -313,7 +352,7 @@ class Step(Wrapped[P, R]):
                 compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
                 store.put(key, found)
-        return Attempt(trial, found, jitted, digest)
+        return Attempt(trial, found, jitted, digest, updates)
 
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)

@@ -18,6 +18,7 @@ from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Measurement, Plan
 from jaxsub.search.verify import finish, peak_line, standing
+from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.sizing import Attempt, step_bytes
 
 ROWS = 6
@@ -74,6 +75,8 @@ class StepReport:
         arguments: Its arguments, largest first.
         sites: The sublinear functions in it.
         n_compiles: How many whole steps were compiled.
+        fused: Backward scans that update parameters as they go: their gradients stand for one layer at a time.
+        whole: Gradients that stand whole, and why.
     """
 
     memory_bytes: int
@@ -82,6 +85,8 @@ class StepReport:
     arguments: tuple[Held, ...]
     sites: tuple[PlannedSite, ...]
     n_compiles: int
+    fused: tuple[Fused, ...] = ()
+    whole: tuple[Whole, ...] = ()
 
     @property
     def step_bytes(self) -> int:
@@ -114,7 +119,8 @@ def report(n_bytes: int, first: Attempt, best: Attempt, held: Sequence[Held], n_
         found, budget = best.plans[key], site.settings.budget
         plan = finish(site.program, found, budget if found is site.own else Budget(max(1, _predicted(found))))
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
-    return StepReport(n_bytes, first.measurement, best.measurement, tuple(held), tuple(sites), n_compiles)
+    return StepReport(n_bytes, first.measurement, best.measurement, tuple(held), tuple(sites), n_compiles,
+                      best.updates.fused, best.updates.whole)  # fmt: skip
 
 
 def _predicted(plan: Plan) -> int:
@@ -135,9 +141,23 @@ def _report_lines(found: StepReport) -> Iterator[str]:
     yield "temporary  " + (
         f"{format_bytes(before)} -> " if before != measured.temp_bytes else ""
     ) + format_bytes(measured.temp_bytes)  # fmt: skip
+    yield from _update_lines(found)
     for site in found.sites:
         times = f", called {site.calls} times" if site.calls > 1 else ""
         yield f"{site.name}{times}: {_plan_words(site.plan)}"
+
+
+def _update_lines(found: StepReport) -> Iterator[str]:
+    """What became of the updates: inside a backward scan, or behind the gradients, and why."""
+    for scan in found.fused:
+        where = f" ({scan.source})" if scan.source else ""
+        copied = f"; {format_bytes(scan.copied_bytes)} are copied, not donated" if scan.copied_bytes else ""
+        yield (
+            f"update     inside the backward scan{where}: {scan.n_gradients} gradients, "
+            f"{format_bytes(scan.gradient_bytes)} in all, stand one of {scan.steps} layers at a time{copied}"
+        )
+    for stands in found.whole:
+        yield f"update     gradients stand whole, {format_bytes(stands.n_bytes)}: {stands.reason}"
 
 
 def _argument_words(held: Sequence[Held]) -> str:

@@ -27,6 +27,7 @@ from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.candidates import NEARLY, Candidates, Way, predicted_bytes
 from jaxsub.search.pipeline import once
 from jaxsub.search.verify import cut_choices, usual_choices
+from jaxsub.step.fused_update import Findings
 
 SAME = 0.8
 """Where a step needs this share of what is predicted of its largest function, a byte at a level is one of the step."""
@@ -44,12 +45,14 @@ class Attempt:
         measurement: What the compiler allocates for it.
         run: What can be called: the step under `jax.jit`.
         digest: A digest of what was compiled.
+        updates: Which updates run inside the backward scans.
     """
 
     trial: Trial
     measurement: Measurement
     run: Any
     digest: str = ""
+    updates: Findings = field(default_factory=Findings)
 
     @property
     def plans(self) -> dict[str, Plan]:

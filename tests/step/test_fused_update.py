@@ -1,0 +1,231 @@
+"""The update inside the backward scan: the same step, one layer's gradients at a time, and what cannot move is named."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax, random
+
+import jaxsub
+from jaxsub.jaxpr import compat
+from jaxsub.step.fused_update import Findings, donated_leaves, with_fused_updates
+
+LAYERS, WIDTH, BATCH = 12, 32, 16
+STACK_BYTES = 4 * LAYERS * WIDTH * WIDTH * 4
+KEYS = random.split(random.key(0), 4)
+TOKENS = random.randint(KEYS[3], (BATCH,), 0, 50)
+
+
+def params():
+    return {
+        "embedding": random.normal(KEYS[0], (50, WIDTH)),
+        "layers": {
+            "up": random.normal(KEYS[1], (LAYERS, WIDTH, 4 * WIDTH)) / 16,
+            "down": random.normal(KEYS[2], (LAYERS, 4 * WIDTH, WIDTH)) / 32,
+            "scale": jnp.ones((LAYERS, WIDTH)),
+        },
+    }
+
+
+def loss(params, tokens):
+    @jax.checkpoint
+    def layer(x, p):
+        return x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"], None
+
+    x, _ = lax.scan(layer, params["embedding"][tokens], params["layers"])
+    return jnp.mean(x**2)
+
+
+def masked():
+    return optax.adamw(1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-2),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": masked,
+    "lion": lambda: optax.lion(1e-3),
+    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)),
+    "chain": lambda: optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-2)),
+}
+REFUSED = {
+    "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), "clip_fn"),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.adam(1e-2), 3), "`cond`"),
+    "accumulation": (lambda: optax.MultiSteps(optax.adam(1e-2), 4), "`cond`"),
+}
+
+
+def step_of(optimizer, loss=loss, metric=False):
+    def step(params, state, tokens):
+        value, gradient = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        more = (jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))),) if metric else ()
+        return optax.apply_updates(params, updates), state, value, *more
+
+    return step
+
+
+def compiled(step, args, donate=(0, 1), **options):
+    lowered = jax.jit(step, donate_argnums=donate).lower(*args)
+    return lowered.compile({**compat.cpu_compiler_options(), **options} or None)
+
+
+def fused(step, donate=(0, 1)):
+    findings = Findings()
+    return with_fused_updates(step, donated_leaves(donate, ()), findings), findings
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_is_the_same_and_gradients_stand_for_one_layer(name):
+    """Weights and state are the plain step's to the bit, all aliased, with a fraction of its temporaries."""
+    optimizer = OPTIMIZERS[name]()
+    args = params(), optimizer.init(params()), TOKENS
+    step, findings = fused(step_of(optimizer))
+    # without fused multiply-adds: which of two products LLVM contracts with their sum is not the step's to say
+    exact = {"xla_cpu_max_isa": "AVX"}
+    plain, ours = compiled(step_of(optimizer), args, **exact), compiled(step, args, **exact)
+    (scan,) = findings.fused
+    assert (scan.steps, scan.n_gradients, scan.copied_bytes) == (LAYERS, 3, 0)
+    assert scan.gradient_bytes == 2 * STACK_BYTES + 4 * LAYERS * WIDTH
+    before, after = plain.memory_analysis(), ours.memory_analysis()
+    assert after.alias_size_in_bytes == before.alias_size_in_bytes
+    assert after.temp_size_in_bytes < before.temp_size_in_bytes - scan.gradient_bytes / 2
+    expected = found = args
+    for _ in range(3):
+        expected = (*plain(*copied(expected[:2]), TOKENS),)
+        found = (*ours(*copied(found[:2]), TOKENS),)
+        chex.assert_trees_all_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_all_gradients_first_is_named(name):
+    """The step stays as it is; the bytes of the gradients that stand whole, and who reads them, are said."""
+    make, word = REFUSED[name]
+    args = params(), make().init(params()), TOKENS
+    step, findings = fused(step_of(make()))
+    chex.assert_trees_all_equal(jax.jit(step)(*args), jax.jit(step_of(make()))(*args))
+    assert findings.fused == ()
+    (stands,) = findings.whole
+    assert stands.n_bytes == 2 * STACK_BYTES + 4 * LAYERS * WIDTH
+    assert word in stands.reason
+    assert "needs all of them" in stands.reason
+
+
+def test_a_logged_norm_is_summed_in_the_scan():
+    """A metric that reads all gradients and that no update reads does not keep them whole."""
+    optimizer = optax.adam(1e-2)
+    args = params(), optimizer.init(params()), TOKENS
+    step, findings = fused(step_of(optimizer, metric=True))
+    ours, plain = compiled(step, args), compiled(step_of(optimizer, metric=True), args)
+    assert len(findings.fused) == 1
+    assert ours.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes - STACK_BYTES
+    chex.assert_trees_all_close(ours(*copied(args)), plain(*copied(args)), rtol=1e-5)
+
+
+def test_returned_gradients_stand_whole():
+    """A step that returns its gradients keeps them, and is left as it is."""
+
+    def step(params, tokens):
+        gradient = jax.grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), gradient
+
+    run, findings = fused(step, donate=(0,))
+    chex.assert_trees_all_equal(jax.jit(run)(params(), TOKENS), jax.jit(step)(params(), TOKENS))
+    assert findings.fused == ()
+
+
+def test_results_in_another_order_than_arguments():
+    """A state returned before the parameters is written where JAX has it lie; values stay right."""
+    optimizer = optax.adam(1e-2)
+
+    def step(params, state, tokens):
+        new, state, value = step_of(optimizer)(params, state, tokens)
+        return state, new, value
+
+    args = params(), optimizer.init(params()), TOKENS
+    run, findings = fused(step)
+    assert jax.tree.structure(run(*args)) == jax.tree.structure(step(*args))
+    assert len(findings.fused) == 1
+    chex.assert_trees_all_close(compiled(run, args)(*copied(args)), jax.jit(step)(*args), rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_not_donated_is_said_with_its_bytes():
+    """Without donation the scan updates copies: said in bytes, and the same values."""
+    step, findings = fused(step_of(optax.sgd(1e-2)), donate=())
+    args = params(), optax.sgd(1e-2).init(params()), TOKENS
+    chex.assert_trees_all_close(jax.jit(step)(*args), jax.jit(step_of(optax.sgd(1e-2)))(*args), rtol=1e-5)
+    assert findings.fused[0].copied_bytes == findings.fused[0].gradient_bytes
+
+
+def test_half_precision_weights_with_master_copies():
+    """Weights in bf16 with masters in f32: both are updated layer by layer."""
+
+    def step(masters, weights, tokens):
+        gradient = jax.grad(lambda w: loss(w, tokens).astype(jnp.float32))(weights)
+        masters = jax.tree.map(lambda m, g: m - 0.1 * g.astype(m.dtype), masters, gradient)
+        return masters, jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
+
+    args = params(), jax.tree.map(lambda m: m.astype(jnp.bfloat16), params()), TOKENS
+    run, findings = fused(step)
+    chex.assert_trees_all_close(jax.jit(run)(*args), jax.jit(step)(*args), rtol=2e-2, atol=2e-3)
+    assert findings.fused[0].n_gradients == 3
+
+
+def test_a_step_in_memory_says_what_became_of_its_updates():
+    """`jit(memory=)` fuses; its report says so, or names what keeps gradients whole; `fuse_updates=False` leaves it."""
+    planned = jaxsub.sublinear(loss)
+    reports = {}
+    for name, make, fuses in [
+        ("fused", optax.adam, None),
+        ("off", optax.adam, False),
+        ("clipped", lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)), None),
+    ]:
+        optimizer = make(1e-2)
+        args = params(), optimizer.init(params()), TOKENS
+        step = jaxsub.jit(step_of(optimizer, planned), memory="1GiB", donate_argnums=(0, 1), fuse_updates=fuses)
+        reports[name] = step.report(*args)
+        chex.assert_trees_all_close(step(*copied(args)), jax.jit(step_of(optimizer))(*args), rtol=1e-4, atol=1e-6)
+    assert "update     inside the backward scan" in str(reports["fused"])
+    assert f"stand one of {LAYERS} layers at a time" in str(reports["fused"])
+    assert "update" not in str(reports["off"])
+    assert "gradients stand whole" in str(reports["clipped"])
+    assert reports["fused"].step_bytes < reports["off"].step_bytes - STACK_BYTES
+
+
+def test_without_a_budget_the_update_is_fused_when_asked():
+    """`jit(fuse_updates=True)` is `jax.jit` with the update inside; static arguments stay static."""
+
+    def step(params, tokens, rate):
+        gradient = jax.grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+
+    run = jaxsub.jit(step, fuse_updates=True, donate_argnums=0, static_argnames="rate")
+    plain = jaxsub.jit(step, donate_argnums=0, static_argnames="rate")
+    sizes = [f.lower(params(), TOKENS, rate=0.1).compile().memory_analysis().temp_size_in_bytes for f in (run, plain)]
+    assert sizes[0] < sizes[1] - STACK_BYTES
+    chex.assert_trees_all_close(run(params(), TOKENS, rate=0.1), plain(params(), TOKENS, rate=0.1), rtol=1e-5)
+
+
+def test_steps_without_scans_are_left_as_they_are():
+    """A step with unrolled layers is traced as it was, equation by equation."""
+
+    def step(ws, x):
+        def f(ws):
+            y = x
+            for w in ws:
+                y = jnp.tanh(y @ w)
+            return y.sum()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(f)(ws))
+
+    args = [np.eye(8, dtype=np.float32)] * 4, np.ones((4, 8), np.float32)
+    run, findings = fused(step, donate=(0,))
+    assert str(jax.make_jaxpr(run)(*args)) == str(jax.make_jaxpr(step)(*args))
+    assert findings.fused == findings.whole == ()
