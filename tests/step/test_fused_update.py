@@ -1,4 +1,4 @@
-"""The update inside the backward scan: the same step, one layer's gradients at a time, and what cannot move is named."""
+"""The update inside the backward scan: the same step, one layer's gradients at a time, what cannot move is named."""
 
 import chex
 import jax
