@@ -162,8 +162,8 @@ class _Slices:
         def put(totals: Values, found: Sequence[Any]) -> tuple[Values, Values]:
             pairs = list(zip(found, states, strict=True))
             parts = [(x, s) for x, s in pairs if not isinstance(s, Place)]
-            joined = tuple(joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
-            return joined, tuple(x for x, s in pairs if isinstance(s, Place))
+            sums = tuple(joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
+            return sums, tuple(x for x, s in pairs if isinstance(s, Place))
 
         def body(totals: Values, x: Any) -> tuple[Values, Values]:
             region = compat.checkpoint(lambda start, parts, *w: step(start, self.size, parts, w), prevent_cse=False)
