@@ -121,7 +121,7 @@ def main() -> int:
         parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     if options.trial:
         faulthandler.register(signal.SIGXCPU, chain=True)  # says where it was
-        resource.setrlimit(resource.RLIMIT_CPU, (options.limit, options.limit + 5))
+        resource.setrlimit(resource.RLIMIT_CPU, (options.limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         one_process(options.programs[0], options.budget[0], options.trial[0], Path(options.trial[1]))
         return 0
     asked = [
