@@ -25,8 +25,8 @@ partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
-search: __init__ bracket slicing belonging candidates name_overrides verify budget_search repeated_effects plan_cache
-    progress pipeline call_sites
+search: __init__ bracket by_hand slicing belonging candidates name_overrides verify budget_search repeated_effects
+    plan_cache progress pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ fused_update sizing report jit max_batch
 policies: kinds names remat3 wrap __init__

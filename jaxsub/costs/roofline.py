@@ -36,7 +36,9 @@ from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.min_cut import TracedRun, read_avals, run_function, vjp_of
 
 MATMULS = frozenset(
-    "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul dot_product_attention_fwd".split()
+    "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul scaled_matmul_wrapper "
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
 """Primitives that tensor cores do."""
 

@@ -28,13 +28,22 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsub.core.errors import UnsupportedError
+from jaxsub.devices import aot_worker
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.flops import jaxpr_flops
 
 MAX_HELPERS = 4  # each takes some 400 MB
+# Kernels as custom calls (cuDNN's, Pallas's, the FFI's) are not sure to be known to another jaxlib; ours reads its own.
+ANY_KERNEL = (jax.export.DisabledSafetyCheck.custom_call("ALL"),)
+NEEDS_DEVICES = "require devices to be present during lowering"
+NO_HANDLER = "No FFI handler registered"
+FOREIGN_CALL = (
+    ". Such a call can be compiled only where its library is registered (jax.ffi.register_ffi_target): leave it out of "
+    "what is planned, by a stand-in of the same shapes, or leave target out."
+)
 # Modules of which one must be there, and the package that brings the first.
 NEEDED = (
     (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "jax-cuda12-plugin"),
@@ -95,7 +104,13 @@ def cross_compile(
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
     traced = jitted.trace(*shapes, **named)
     donated = jax.tree.leaves(traced.args_info)
-    program = _export(jitted, shapes, named, target)
+    flops = jaxpr_flops(traced.jaxpr).total
+    try:
+        program = _export(jitted, shapes, named, target)
+    except UnsupportedError as error:
+        if mesh is None or NEEDS_DEVICES not in str(error):
+            raise
+        return _compile_here(jitted, (shapes, named), target, mesh, flops)
     request = {
         "spec": target.spec,
         "n_devices": target.n_devices,
@@ -108,8 +123,9 @@ def cross_compile(
     if "error" in answer:
         raise UnsupportedError(
             f"XLA cannot compile this program for `{target.name}`, which is not there: {answer['error']}"
+            f"{FOREIGN_CALL if NO_HANDLER in answer['error'] else ''}"
         )
-    return CrossCompiled(**answer, flops=jaxpr_flops(traced.jaxpr).total)
+    return CrossCompiled(**answer, flops=flops)
 
 
 def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> str:
@@ -150,17 +166,50 @@ def _is_installed(module: str) -> bool:
 
 def _export(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> bytes:
     try:
-        exported = jax.export.export(jitted, platforms=[target.platform])(*args, **kwargs)
+        exported = jax.export.export(jitted, platforms=[target.platform], disabled_checks=ANY_KERNEL)(*args, **kwargs)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise UnsupportedError(
-            f"This program cannot be compiled for `{target.name}`, which is not there: {error} Host callbacks and "
-            "debug prints cannot, and cuDNN's attention needs cuDNN: leave them out of what is planned, or leave "
-            "target out."
+            f"This program cannot be compiled for `{target.name}`, which is not there: {error} {_next_step(error)}"
         ) from error
     # The user's own tree types are unknown to the helper: arguments and results go in flat tuples.
     leaves = jax.tree.structure((tuple(exported.in_avals), {}))
     flat = dataclasses.replace(exported, in_tree=leaves, out_tree=jax.tree.structure(tuple(exported.out_avals)))
     return bytes(flat.serialize())
+
+
+def _compile_here(
+    jitted: Any, args: tuple[Any, dict[str, Any]], target: Target, mesh: dict[str, Any], flops: float
+) -> CrossCompiled:
+    """Compile in this process: what partitions itself over a mesh, as cuDNN's attention does, cannot be exported."""
+    try:
+        grid = aot_worker.mesh_over(aot_worker.devices_of(target.spec, target.n_devices), mesh)
+    except (NotImplementedError, RuntimeError) as error:  # JAX started with the platform that the plugin is for
+        raise UnsupportedError(
+            f"A kernel in this program partitions itself over the mesh (cuDNN's attention does), so it is compiled for "
+            f"`{target.name}` in this process, and JAX gives out such devices only where its platform is the CPU "
+            f"({error}). Set JAX_PLATFORMS=cpu before JAX starts."
+        ) from error
+
+    def placed(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape"):
+            return leaf
+        spec = leaf.sharding.spec if leaf.sharding is not None else PartitionSpec()
+        kind = leaf.sharding.memory_kind if leaf.sharding is not None else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(grid, spec, memory_kind=kind))
+
+    shapes, named = jax.tree.map(placed, args)
+    found = aot_worker.compile_lowered(jitted.lower(*shapes, **named), writes_products=target.writes_products)
+    return CrossCompiled(**aot_worker.account(*found), flops=flops)
+
+
+def _next_step(error: Exception) -> str:
+    if "AbstractDevice" in str(error):  # from JAX 0.12 on Pallas asks which GPU there is where its kernel is traced
+        return (
+            "A Pallas kernel asks which GPU it is for: plan inside `with jax.sharding.use_abstract_mesh(mesh):`, mesh "
+            '= jax.sharding.AbstractMesh((1,), ("device",), (jax.sharding.AxisType.Explicit,), abstract_device='
+            'jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")), or its like.'
+        )
+    return "Host callbacks and debug prints cannot: leave them out of what is planned, or leave target out."
 
 
 def _mesh_of(args: Any, target: Target) -> dict[str, Any] | None:

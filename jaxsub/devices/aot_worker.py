@@ -1,4 +1,4 @@
-"""The process that compiles for GPUs that are not there: a script that `jaxsub.devices.aot` starts, never imported.
+"""The process that compiles for GPUs that are not there: a script that `jaxsub.devices.aot` starts.
 
 JAX gives out such a device only where its platform was set to the CPU before its backends started. A user's process
 may have started them already, so the work is done here. Each request on stdin is a line of JSON, then a program as
@@ -38,13 +38,18 @@ def devices_of(spec: str, n_devices: int) -> list[Any]:
     return list(topology.devices)
 
 
+def mesh_over(devices: list[Any], mesh: dict[str, Any]) -> Mesh:
+    """A mesh over such devices, from its words."""
+    types = tuple(getattr(AxisType, name) for name in mesh["types"])
+    grid = np.array(devices[: math.prod(mesh["sizes"])]).reshape(mesh["sizes"])
+    return Mesh(grid, tuple(mesh["names"]), axis_types=types)
+
+
 def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[str, Any] | None) -> list[Any]:
     """Where each argument lies: on the one device, or as it was exported over the mesh."""
     if mesh is None:
         return [SingleDeviceSharding(devices[0])] * len(exported.in_avals)
-    types = tuple(getattr(AxisType, name) for name in mesh["types"])
-    grid = np.array(devices[: math.prod(mesh["sizes"])]).reshape(mesh["sizes"])
-    made = Mesh(grid, tuple(mesh["names"]), axis_types=types)
+    made = mesh_over(devices, mesh)
     everywhere = NamedSharding(made, PartitionSpec())
     return [sharding or everywhere for sharding in exported.in_shardings_jax(made)]
 
@@ -83,7 +88,11 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
-    compiled, leaves_products = compile_lowered(jitted.lower(*args), writes_products=request["writes_products"])
+    return account(*compile_lowered(jitted.lower(*args), writes_products=request["writes_products"]))
+
+
+def account(compiled: Any, leaves_products: bool) -> dict[str, Any]:
+    """What a compiled program allocates, in bytes per device, and whether its products were left to cuBLAS."""
     memory = compiled.memory_analysis()
     return {name: int(getattr(memory, name)) for name in FIELDS} | {"leaves_products": leaves_products}
 

@@ -6,6 +6,9 @@ execute; `elementwise_flops` one operation for each element a map or reduction t
 Loops count with their lengths, which the compiler's own cost analysis does not do; a `while` loop, whose length nobody
 knows, counts once; a conditional counts its dearest branch.
 
+A fused kernel is opaque. cuDNN's attention is counted from its shapes; a Pallas kernel by its own cost estimate, or its
+body once for each point of its grid; any other call (the FFI's) as a sort of its largest array would be, a guess.
+
 Shapes are those of the jaxpr: under `shard_map` that is one device's share.
 """
 
@@ -33,7 +36,8 @@ MOVES = frozenset(
 COSTLY = frozenset(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general fft cholesky triangular_solve eigh eig svd qr lu "
     "householder_product geqrf schur sort top_k approx_top_k pallas_call ffi_call custom_call tridiagonal_solve "
-    "scaled_matmul cudnn_fused_attention dot_product_attention_fwd".split()
+    "scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
 """Primitives whose results §4.2 of Chen et al. (2016) keeps: executing them again is what recomputation costs."""
 
@@ -79,6 +83,10 @@ def flops_of(eqn: Any) -> Flops:
         return Flops(_dot_flops(eqn))
     if name == "conv_general_dilated":
         return Flops(_conv_flops(eqn))
+    if name.startswith("dot_product_attention_"):
+        return Flops(_attention_flops(eqn))
+    if name == "pallas_call" and getattr(eqn.params.get("cost_estimate"), "flops", None) is not None:
+        return Flops(float(eqn.params["cost_estimate"].flops))
     bodies = bodies_of(eqn)
     if bodies:
         return _body_flops(eqn, bodies)
@@ -136,6 +144,8 @@ def _body_flops(eqn: Any, bodies: tuple[Any, ...]) -> Flops:
         return max(counts, key=lambda c: c.weighted)
     if eqn.primitive.name == "scan":
         return counts[0].times(eqn.params["length"])
+    if eqn.primitive.name == "pallas_call":
+        return sum(counts, Flops()).times(_grid_points(eqn))
     return sum(counts, Flops())
 
 
@@ -145,6 +155,21 @@ def _dot_flops(eqn: Any) -> float:
         return 2.0 * _size(out) * float(lhs.shape[-1])
     (contracting, _), _ = eqn.params["dimension_numbers"]
     return 2.0 * _size(out) * float(math.prod(lhs.shape[d] for d in contracting))
+
+
+def _attention_flops(eqn: Any) -> float:
+    """Two products of queries with keys or values forward, five backward; of a causal square the half that is run."""
+    queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
+    n_keys = float(keys.shape[2 if eqn.params.get("layout") else 1])
+    products = 2 if "_fwd" in eqn.primitive.name else 5
+    is_halved = "CAUSAL" in str(eqn.params.get("mask_type"))
+    return 2.0 * products * _size(queries) * n_keys / (2 if is_halved else 1)
+
+
+def _grid_points(eqn: Any) -> int:
+    """How many times a Pallas kernel's body runs; a grid that is known only when it runs counts once."""
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    return math.prod(n for n in grid if isinstance(n, int))
 
 
 def _conv_flops(eqn: Any) -> float:

@@ -6,9 +6,10 @@ function closes over, a tracer perhaps, is differentiated and counted like an ar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,8 @@ def trace(
         The program; `differentiated` is empty where `argnums` is `None` and there is nothing to differentiate.
 
     Raises:
-        UnsupportedError: If `argnums` names nothing that can be differentiated, or an argument is no array.
+        UnsupportedError: If `argnums` names nothing that can be differentiated, an argument is no array, or cuDNN's
+            version is asked for and cuDNN is not installed.
 
     Example:
         >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
@@ -116,7 +118,8 @@ def trace(
         in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
         return fun(*in_args, **in_kwargs)
 
-    closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    with _saying_what_cudnn_needs():
+        closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
@@ -128,6 +131,20 @@ def trace(
     if argnums is not None:
         check_differentiated(program, chosen)
     return replace(program, shardings=spread_over([*consts, *leaves]))
+
+
+@contextlib.contextmanager
+def _saying_what_cudnn_needs() -> Iterator[None]:
+    """Say which package is missing where JAX asks for cuDNN's version, as its attention does when it is traced."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("cuDNN"):  # "cuDNN not found." and "cuDNN is not detected."
+            raise
+        raise UnsupportedError(
+            f'{error} JAX asks for its version when implementation="cudnn" is traced; no GPU is needed for that. Run '
+            'pip install "jaxsub[targets-cudnn]", or pass implementation="xla".'
+        ) from error
 
 
 def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],

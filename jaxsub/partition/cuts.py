@@ -36,6 +36,12 @@ FEW_STAGES = 8
 FEW_COSTLY = 4
 """With fewer costly nodes than this a program is cut between all nodes that compute anything."""
 
+FUSED = frozenset(
+    "convert_element_type add add_any sub mul div neg max min exp log log1p abs sign square integer_pow pow sqrt rsqrt "
+    "tanh logistic select_n eq ne lt le gt ge and or not broadcast_in_dim reshape transpose squeeze".split()
+)
+"""What maps or moves elements, and is fused into what reads it."""
+
 PLACED = ("random_fold_in", "random_seed", "slice")
 """What these take beside keys is data, whatever its value, or a place in an array: in it alone do layers differ that
 draw their own dropout, or read their own part of stacked weights."""
@@ -67,11 +73,71 @@ def find_cuts(
     if len(costly) < FEW_COSTLY:
         costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
     candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
-    candidates = [p for p in candidates if p <= last]
+    candidates = unfused_cuts(graph, [p for p in candidates if p <= last])
     heights = live[candidates] if candidates else np.zeros(0, np.int64)
     kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
     pinned = {0, len(graph.nodes), *required}
     return _merge(graph, sorted({*kept, *pinned}), pinned, max_stages)
+
+
+def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
+    """Of positions to cut at those that do not make a compiler write down more than it would anyway.
+
+    What maps elements is fused into what reads it. Where such a value crosses a cut it is written down, and what it is
+    made of is not needed behind the cut: a pity only where that is smaller. So the f32 copy of bf16 logits, or their
+    exponentials beside them, stand nowhere unless a cut lies between the product that makes logits and the sums over
+    them.
+
+    Args:
+        graph: The program.
+        positions: Nodes in front of which cuts would be, in order.
+
+    Example:
+        >>> from jaxsub.core.graph import graph_of
+        >>> nodes = [("matmul", [0], [64]), ("convert_element_type", [1], [128]), ("reduce_max", [2], [8])]
+        >>> head = graph_of([*nodes, ("sub", [2, 3], [128]), ("reduce_sum", [4], [1])], 1, [5], input_bytes=[8])
+        >>> unfused_cuts(head, range(1, 5))
+        [1]
+    """
+    last, skip = graph.last_uses(), graph.weights() | graph.output_set()
+    crossing, kept, at = set[int](), list[int](), 0
+    ends: dict[int, list[int]] = {}
+    for position in positions:
+        for node in graph.nodes[at:position]:
+            for v in (v for v in node.outputs if v not in skip and last[v] > node.index):
+                crossing.add(v)
+                ends.setdefault(last[v], []).append(v)
+            crossing.difference_update(ends.pop(node.index, ()))
+        at = position
+        fused = [v for v in crossing if _is_fused(graph, v)]
+        if _made_of(graph, fused, crossing | skip) >= sum(graph.values[v].n_bytes for v in fused):
+            kept.append(position)
+    return kept
+
+
+def _made_of(graph: Graph, fused: Sequence[int], free: set[int] | frozenset[int]) -> int:
+    """Bytes of what fused values are made of, through others that are fused, but for what stands anyway.
+
+    It is counted no further than the fused values' own bytes.
+    """
+    most = sum(graph.values[v].n_bytes for v in fused)
+    found, seen, stack = 0, set(fused), list(fused)
+    while stack and found < most:
+        producer = graph.values[stack.pop()].producer
+        for v in graph.nodes[producer].inputs if producer is not None else ():
+            if v in seen or v in free:
+                continue
+            seen.add(v)
+            if _is_fused(graph, v):
+                stack.append(v)
+            else:
+                found += graph.values[v].n_bytes
+    return found
+
+
+def _is_fused(graph: Graph, v: int) -> bool:
+    producer = graph.values[v].producer
+    return producer is not None and graph.nodes[producer].primitive in FUSED
 
 
 def widening_head(graph: Graph) -> int | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
@@ -39,6 +39,8 @@ MARK = "jaxsub_mark_"
 _MARK = re.compile(MARK + r"(\d+)")
 INFINITE = 2**30
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
+MOST_VALUES = 10
+"""Up to so many values every subset is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,21 @@ def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...
     return _pareto(cut, least_gain)
 
 
+def choice_of(traced: TracedRun, saved: Iterable[int]) -> Choice:
+    """The choice of saving these values, by their offsets, as far as the backward pass reads them."""
+    return _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free).choice(frozenset(saved))
+
+
+def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
+    """Find more of what a small run may save: every subset of what `choices` save, if that is few values."""
+    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
+    values = sorted({offset for choice in found for offset in choice.saved})
+    if not 1 < len(values) <= MOST_VALUES:
+        return tuple(found)
+    every = (subset for n in range(1, len(values) + 1) for subset in combinations(values, n))
+    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, least_gain)
+
+
 def mark(x: Any, offset: int) -> Any:
     """Mark a value so that it is found again in a jaxpr: a barrier in a named scope, the same in every JAX version."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, np.complexfloating):
@@ -337,14 +354,15 @@ class _Cut:
         )
 
     def choice(self, saved: frozenset[int]) -> Choice:
-        """The choice of saving these values."""
+        """The choice of saving these values, as far as they are read."""
         bound = [v for v, offset in self.names.items() if offset in saved]
         wanted, unbound, again = self.wanted, ~_bits(bound), 0.0
         for made, read, flops in zip(reversed(self.made), reversed(self.read), self.flops[::-1].tolist(), strict=True):
             if made & wanted & unbound:
                 again += flops
                 wanted |= read
-        return Choice(tuple(sorted(saved)), sum(self.bytes[v] for v in bound), again)
+        found = [v for v in bound if wanted >> v & 1]
+        return Choice(tuple(sorted({self.names[v] for v in found})), sum(map(self.bytes.__getitem__, found)), again)
 
 
 def _bits(vertices: Iterable[int]) -> int:

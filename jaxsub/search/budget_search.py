@@ -3,18 +3,20 @@
 The planner's plan for the budget is compiled whole, and what the compiler allocates says by how much its prediction
 errs. The planner is asked again for so much more or less (`jaxsub.search.bracket`): while no plan fits, and then while
 a plan that is expected to fit spares enough recomputation to be worth a compile. Of several that fit it is the one that
-recomputes least. When none fits, the least plans are tried, on the partitions where the least is predicted lowest; the
-least of all that was measured is what `InfeasibleBudgetError` says, and asking for it finds the same plans.
+recomputes least. Plans as people write them by hand (`jaxsub.search.by_hand`) are tried where they may recompute less
+than that, and before any refusal. When none fits, the least plans are tried, on the partitions where the least is
+predicted lowest; the least of all that was measured is what `InfeasibleBudgetError` says, and asking for it finds the
+same plans.
 
-At most `MOST_COMPILES` whole programs are compiled. No clock decides that a budget is refused, nor anything else unless
-`max_seconds` is given: every host of a cluster must come to the same plan.
+At most `MOST_COMPILES` whole programs are compiled, and `BY_HAND` more of plans by hand. No clock decides that a budget
+is refused, nor anything else unless `max_seconds` is given: every host of a cluster must come to the same plan.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxsub.core.budget import Budget, format_bytes
@@ -71,11 +73,16 @@ class Effort:
     max_seconds: float = math.inf
 
 
+BY_HAND = 4
+"""How many plans by hand are compiled: the cheapest that may fit, then those that do by a prediction put right by what
+the one before really needed: what they have in common, as a loss head, errs alike."""
+
 EFFORTS = {"low": math.inf, "default": GAIN}
 """By name, what a plan must be predicted to spare to be worth a compile."""
 
 
-def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort) -> Plan:
+def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
+        by_hand: Callable[[], Sequence[Plan]] = tuple) -> Plan:  # fmt: skip
     """Find a plan that the compiler confirms to fit.
 
     Args:
@@ -84,6 +91,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         budget: The budget as the user gave it.
         budget_bytes: The same in bytes.
         effort: How much to compile.
+        by_hand: Makes more plans to try, those that recompute least first (`jaxsub.search.by_hand`).
 
     Returns:
         The plan, measured; the plain program's measurement beside it where that was compiled.
@@ -104,6 +112,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if search.best is not None:
             break
     search.dare(ways)
+    search.by_hand(by_hand)
     if search.best is None:
         search.least()
     if plain.measurement is None and predicted_bytes(plain) <= FAR * search.may_be_plain_below():
@@ -175,6 +184,31 @@ class _Search:
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement
+
+    def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
+        """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
+        is_long = len(self.verifier.program.eqns) > LONG_EQUATIONS
+        if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain):
+            return
+        if not (left := list(make())):
+            return
+        share = self.verifier.pricer.share
+        least = min(left, key=predicted_bytes)
+        error, is_tried = -int(share * predicted_bytes(least)) // 2, False  # all have one head, and it may fuse
+        for _ in range(BY_HAND):
+            most_share = recomputed_share(self.best) - self.effort.gain if self.best else math.inf
+            left = [plan for plan in left if recomputed_share(plan) < most_share]
+            most = self.budget_bytes * (1 + MARGIN)  # sizes are few and round: many a plan fits to the byte
+            fitting = [plan for plan in left if share * predicted_bytes(plan) + error <= most]
+            if not fitting and (self.best is not None or is_tried):
+                return
+            plan = fitting[0] if fitting else least
+            is_tried = is_tried or plan is least
+            left.remove(plan)
+            plan = plan.replace(measurement=self.try_(plan))
+            error = _needed(plan) - int(share * predicted_bytes(plan))
+            if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
+                self.least_seen = plan
 
     def least(self) -> None:
         """Try the planner's least plans, the same whatever the budget is."""

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jaxsub.core.budget import Budget
@@ -29,11 +30,13 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program, equation_digests
 from jaxsub.planners import Planner, get
+from jaxsub.planners.auto import Auto
 from jaxsub.planners.memo import Held
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.budget_search import EFFORTS, MOST_COMPILES, Effort, fit
+from jaxsub.search.budget_search import BY_HAND, EFFORTS, MOST_COMPILES, Effort, fit
+from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import GAIN, Candidates, recomputed_share
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
@@ -257,7 +260,7 @@ def _whole(program: Program, settings: Settings, target: Target, store: Store) -
         lying = program.avals(), program.shardings, program.differentiated
         pricer = Pricer(program, target, store, step, settings.profile, data_share(*lying), gathered_bytes(*lying),
                         settings.offload)  # fmt: skip
-        verifier = verifying.Verifier(pricer, MOST_COMPILES)
+        verifier = verifying.Verifier(pricer, MOST_COMPILES + BY_HAND)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
         cuts = verifying.cut_choices(program)
@@ -277,7 +280,9 @@ def _whole(program: Program, settings: Settings, target: Target, store: Store) -
             n_bytes = budget.n_bytes
             if n_bytes is None:
                 n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
-            plan = fit(verifier, candidates, budget, n_bytes, effort)
+            is_open = isinstance(get(settings.planner), Auto) and not (wishes or settings.profile or settings.offload)
+            by_hand = partial(plans_by_hand, pricer.program, target.gpu) if is_open else tuple
+            plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand)
             if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
                 less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
                 plan = fit(verifier, candidates, budget, less_bytes, effort)

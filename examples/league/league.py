@@ -1,0 +1,198 @@
+"""The league: policies that people write by hand for language models, and `jaxsub` at the memory of each.
+
+For each model a table and a panel of one picture: temporaries of the compiled gradient, FLOPs of its trace (products
+and attention), seconds by roofline; every policy a point, `jaxsub` the line. Where `jaxsub` refuses a policy's memory,
+or takes over half a percent more FLOPs there, the cell is bold: that is a bug.
+
+    python examples/league/league.py --only llama3.2-1b     # one model, for an H100 that is not there
+    python examples/league/league.py --hands                # the policies alone: a compile each
+    JAX_PLATFORMS=cpu python examples/league/league.py --target h100:8 --only llama3-8b     # weights split over eight
+    python examples/league/league.py --quick                # a toy on the CPU, under two minutes
+    python examples/league/league.py --draw                 # table and picture again, from the results alone
+
+Nothing is executed. cuDNN's attention needs `pip install "jaxsub[targets-cudnn]"`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxsub
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from decoder import loss_of, shapes  # noqa: E402
+from policies import PLAIN, POLICIES, SIZES, WHOLE, Size  # noqa: E402
+from records import Cell, Measured, fill, keep_table, load, options, over_budget, picked, tell  # noqa: E402
+
+from jaxsub.costs.roofline import eqns_seconds  # noqa: E402
+from jaxsub.devices.targets import get_target  # noqa: E402
+from jaxsub.jaxpr.flops import jaxpr_flops  # noqa: E402
+
+GIB, TOLERANCE = 2**30, 0.005
+OURS = "jaxsub at "
+QUICK = (PLAIN, WHOLE, "maxtext save_qkv_proj")
+
+
+def figures(measured: jaxsub.Measurement, fun: Any, args: tuple[Any, ...], target: str) -> dict[str, Any]:
+    """Bytes, FLOPs and seconds of a gradient."""
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(fun))(*args).jaxpr
+    jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return {
+        "bytes": measured.temp_bytes,
+        "flops": jaxpr_flops(jaxpr).arithmetic_flops,
+        "seconds": eqns_seconds(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, get_target(target)),
+        "compile_seconds": measured.compile_seconds,
+    }
+
+
+def arguments(size: Size, target: str) -> tuple[Any, ...]:
+    """Shapes of weights and tokens; over several devices weights are split along their widest axes, tokens by batch."""
+    weights, tokens = shapes(size)
+    device = get_target(target)
+    if device.n_devices == 1:
+        return weights, tokens
+    mesh = device.mesh((device.n_devices,), ("fsdp",))
+
+    def split(leaf: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(*(("fsdp" if i == axis else None) for i in range(len(leaf.shape))))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def widest(leaf: jax.ShapeDtypeStruct) -> int:
+        axes = [i for i, n in enumerate(leaf.shape) if n % device.n_devices == 0]
+        return max(axes[len(axes) > 1 :], key=lambda i: leaf.shape[i])  # layers are stacked along the first
+
+    return jax.tree.map(lambda leaf: split(leaf, widest(leaf)), weights), split(tokens, 0)
+
+
+def hand(size: Size, policy: str, target: str) -> dict[str, Any]:
+    """A policy, measured."""
+    fun, args = loss_of(size, policy), arguments(size, target)
+    return figures(jaxsub.measure(fun, *args, target=target), fun, args, target)
+
+
+def ours(size: Size, policy: str, target: str, path: Path, key: str) -> dict[str, Any]:
+    """`jaxsub` under the memory that a policy needs."""
+    fun, args, budget = loss_of(size), arguments(size, target), load(path)[key]["bytes"]
+    try:
+        plan = jaxsub.plan(fun, *args, budget=budget, target=target, progress=False)
+    except jaxsub.InfeasibleBudgetError as refusal:
+        return {"budget_bytes": budget, "least_bytes": refusal.least_bytes}
+    found = figures(plan.measurement, jaxsub.sublinear(fun, plan=plan), args, target)
+    return {**found, "budget_bytes": budget, "planner": plan.planner}
+
+
+def cells(name: str, target: str, path: Path, policies: tuple[str, ...], is_hands: bool) -> Iterator[Cell]:
+    """The policies of one model, then `jaxsub` at the memory of each."""
+    n_devices = get_target(target).n_devices
+    size = SIZES[name] if n_devices == 1 else replace(SIZES[name], batch=n_devices)
+    for policy in policies:
+        yield Cell(f"{name}/{target}/{policy}", partial(hand, size, policy, target))
+    for policy in () if is_hands else policies[1:]:
+        key = f"{name}/{target}/{policy}"
+        yield Cell(f"{name}/{target}/{OURS}{policy}", partial(ours, size, policy, target, path, key))
+
+
+def groups(measured: Measured) -> dict[tuple[str, str], Measured]:
+    """The cells of each model and target, by policy."""
+    found: dict[tuple[str, str], Measured] = {}
+    for key, cell in measured.items():
+        name, target, policy = key.split("/", 2)
+        found.setdefault((name, target), {})[policy] = cell
+    return found
+
+
+def is_behind(cell: dict[str, Any], by_hand: dict[str, Any]) -> bool:
+    """Whether `jaxsub` refused a policy's memory or executes more there."""
+    return "flops" not in cell or cell["flops"] > (1 + TOLERANCE) * by_hand["flops"]
+
+
+def table(measured: Measured) -> None:
+    """Print a table a model."""
+    for (name, target), found in groups(measured).items():
+        plain = found[PLAIN]["flops"]
+        print(
+            f"\n### {name}, {target}\n\n| policy | GiB | FLOPs | seconds by roofline | jaxsub: GiB | FLOPs | seconds |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        hands = {policy: cell for policy, cell in found.items() if not policy.startswith(OURS)}
+        for policy, cell in sorted(hands.items(), key=lambda item: -item[1]["bytes"]):
+            row = f"| {policy} | {cell['bytes'] / GIB:.3g} | {cell['flops'] / plain:.3f} | {cell['seconds']:.3g} | "
+            print(row + _ours_words(found.get(OURS + policy), cell, plain))
+
+
+def _ours_words(cell: dict[str, Any] | None, by_hand: dict[str, Any], plain: float) -> str:
+    if cell is None:
+        return "| | |"
+    if "flops" not in cell:
+        return f"**refused: {cell['least_bytes'] / GIB:.3g}** | | |"
+    flops = f"{cell['flops'] / plain:.3f}"
+    flops = f"**{flops}**" if is_behind(cell, by_hand) else flops
+    return f"{cell['bytes'] / GIB:.3g} | {flops} | {cell['seconds']:.3g} |"
+
+
+def draw(measured: Measured, path: Path) -> None:
+    """Draw a panel a model: policies as points, `jaxsub` as a line."""
+    found = groups(measured)
+    figure, axes = plt.subplots(1, len(found), figsize=(6 * len(found), 4.5), squeeze=False, layout="constrained")
+    for ax, ((name, target), group) in zip(axes[0], found.items(), strict=True):
+        plain = group[PLAIN]["flops"]
+        hands = [(policy, cell) for policy, cell in group.items() if not policy.startswith(OURS)]
+        line = sorted((c["bytes"], c["flops"]) for p, c in group.items() if p.startswith(OURS) and "flops" in c)
+        if line:
+            ax.plot([b / GIB for b, _ in line], [f / plain for _, f in line], "o-", color="tab:blue", label="jaxsub")
+        for i, (policy, cell) in enumerate(hands):
+            marker = "sD^v<>P*Xhp"[i % 11]
+            ax.plot(cell["bytes"] / GIB, cell["flops"] / plain, marker, label=policy, ls="", alpha=0.7)
+        ax.set(title=f"{name}, {target}", xlabel="temporaries, GiB", ylabel="FLOPs, plain = 1", xscale="log")
+        ax.legend(fontsize=6)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def broken(measured: Measured) -> list[str]:
+    """Cells where by hand is ahead."""
+    found = []
+    for key, cell in measured.items():
+        if OURS not in key:
+            continue
+        policy = measured[key.replace(OURS, "")]
+        if is_behind(cell, policy):
+            found.append(f"{key}: by hand is ahead")
+        found += over_budget(key, cell.get("bytes", 0), cell["budget_bytes"])
+    return found
+
+
+def main() -> None:
+    """Read the command line; measure, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="h100", help="what to compile for (default: h100)")
+    parser.add_argument("--hands", action="store_true", help="the policies alone, without jaxsub")
+    chosen = options(parser, HERE.parent / "results" / "league")
+    path = chosen.out / "league.json"
+    if not chosen.draw:
+        names = ["toy"] if chosen.quick else [name for name in SIZES if name != "toy"]
+        target, policies = ("cpu", QUICK) if chosen.quick else (chosen.target, POLICIES)
+        asked = [cell for name in names for cell in cells(name, target, path, policies, chosen.hands)]
+        fill(path, picked(asked, chosen.only), chosen.minutes, chosen.anew)
+    measured = load(path)
+    if not measured:
+        raise SystemExit(f"{path} holds no results: run this without --draw first")
+    keep_table(table, measured, path.with_suffix(".md"))
+    draw(measured, path.with_suffix(".png"))
+    print(f"results: {path}, table: {path.with_suffix('.md')}, picture: {path.with_suffix('.png')}")
+    tell(broken(measured), is_check=chosen.quick)
+
+
+if __name__ == "__main__":
+    main()

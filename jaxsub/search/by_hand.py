@@ -1,0 +1,256 @@
+"""Plans as people write them: `jax.checkpoint` round the body of each loop, or round each block, with one policy.
+
+In goes a program, out come plans, the one that recomputes least first, each with what it is expected to need. They have
+no gradient barriers, and nothing stands between a block and what follows it: where cuts and barriers inside a loss head
+cost more than they save, or a prediction errs, one of these may be what fits. So whoever searches plans tries them too,
+and is never behind what a user gets by hand.
+
+Policies are JAX's own, asked equation by equation as `jax.checkpoint` asks them; one that saves what the user named;
+and what nobody writes by hand, the minimum cuts of a step or block. Blocks are what repeats: the period with which the
+program's equations repeat over most of its FLOPs, begun where the fewest bytes cross. A program in which nothing
+repeats is cut where few bytes cross (`jaxsub.partition.cuts`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Prediction
+from jaxsub.core.decisions import Loop, Segment
+from jaxsub.core.graph import Graph
+from jaxsub.core.plan import Plan
+from jaxsub.costs import live_ranges
+from jaxsub.devices.targets import Target
+from jaxsub.emission.scans import body_program
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
+from jaxsub.partition.inner_programs import find_loops
+from jaxsub.partition.min_cut import Choice, TracedRun, choice_of, choices, finer, trace_run
+
+MOST_EQUATIONS = 10_000
+"""Of larger programs no plans by hand are made: to trace and compile one more of them takes minutes."""
+
+MOST_FLOPS = 0.5
+"""What repeats is taken for the program's blocks where it holds this share of the FLOPs at least."""
+
+NEXT = 4
+"""The period is looked for between an equation and the next ones like it: a block has several of most kinds."""
+
+Saves = Callable[[Any], bool]
+
+
+def _by_policy(policy: Callable[..., Any]) -> Saves:
+    return lambda eqn: bool(policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params))
+
+
+POLICIES: dict[str, Saves] = {
+    "full": lambda eqn: False,
+    "dots_saveable": _by_policy(jax.checkpoint_policies.dots_saveable),
+    "names": lambda eqn: compat.given_name(eqn) is not None,
+    "dots_with_no_batch_dims_saveable": _by_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+"""What a region saves beside what it starts from, by the name that the plan's planner gets: `by hand: full`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A loop's step or a block, to become a region.
+
+    Attributes:
+        node: The loop, or the block's first node.
+        stop: The node after it.
+        kind: Equal for pieces that are alike.
+        program: The program of the equations: the loop's body, or the whole.
+        run: Its first node in that program, and the node after its last.
+        entry_bytes: What the region starts from.
+        times: How often it runs.
+    """
+
+    node: int
+    stop: int
+    kind: Any
+    program: Program
+    run: tuple[int, int]
+    entry_bytes: int
+    times: int = 1
+
+    def saved(self, saves: Saves) -> tuple[int, ...]:
+        """Offsets of the values that a policy saves, from the first value that the piece makes."""
+        graph, (start, stop) = self.program.graph, self.run
+        made = (v for node in graph.nodes[start:stop] if saves(self.program.eqns[node.index]) for v in node.outputs)
+        return tuple(v - graph.first_value(start) for v in made if graph.values[v].is_differentiated)
+
+
+def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
+    """The plans that people write by hand for a program.
+
+    Args:
+        program: The program.
+        gpu: The GPU to compile for; `None` for a CPU.
+
+    Returns:
+        One plan a policy, with its prediction, the one that recomputes least first; none where there is neither a loop
+        nor a block. Of two policies that save the same there is one plan, named after the first.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> def loss(w, x):
+        ...     for _ in range(4):
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.sum(x)
+        >>> plans = plans_by_hand(trace(loss, [jnp.ones((8, 8))] * 2, {}))
+        >>> [(plan.planner, plan.n_regions, plan.barriers) for plan in plans]
+        [('by hand: minimum cut', 4, ()), ('by hand: dots_saveable', 4, ()), ('by hand: full', 4, ())]
+    """
+    is_loops, pieces = bool(find_loops(program)), tuple(_loops(program) or _blocks(program))
+    if not pieces or len(program.eqns) > MOST_EQUATIONS:
+        return []
+    traced: dict[Any, TracedRun] = {}
+    for piece in pieces:
+        if piece.kind not in traced:
+            run = trace_run(piece.program, *piece.run)
+            # a value that a step carries on is stacked once more when it is saved by name: nothing is free there
+            traced[piece.kind] = replace(run, free=frozenset()) if is_loops else run
+    head = _head_bytes(program, pieces[-1].stop, gpu)
+    found: dict[Any, Plan] = {}
+    for name, chosen in _chosen(pieces, traced):
+        predicted = _predicted(program, [(p, traced[p.kind], chosen[p.kind]) for p in pieces], head, gpu)
+        ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
+        plan = Plan(program.fingerprint, Budget(), len(program.eqns), planner=f"by hand: {name}", prediction=predicted)
+        found.setdefault(ways, plan.replace(**{"loops" if is_loops else "segments": ways}))
+    return sorted(found.values(), key=lambda plan: plan.prediction.extra_flops if plan.prediction else 0.0)
+
+
+def _loops(program: Program) -> list[_Piece]:
+    """The steps of every loop."""
+    found = []
+    for node in find_loops(program):
+        eqn, body = program.eqns[node], body_program(program, node)
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        carry = sum(aval_bytes(atom.aval) for atom in eqn.invars[n_consts : n_consts + n_carry])
+        found.append(_Piece(node, node + 1, node, body, (0, len(body.eqns)), carry, int(eqn.params["length"])))
+    return found
+
+
+def _blocks(program: Program) -> list[_Piece]:
+    """The blocks in which everything may be executed twice."""
+    graph = program.graph
+    live = live_bytes(graph)
+    spans = [s for s in blocks_of(graph) if all(node.can_recompute for node in graph.nodes[s[0] : s[1]])]
+    kinds = [kind_of(graph, program.signatures, *span) for span in spans]
+    return [_Piece(*span, kind, program, span, int(live[span[0]])) for span, kind in zip(spans, kinds, strict=True)]
+
+
+def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun]) -> Iterator[tuple[str, dict[Any, Choice]]]:
+    """What each kind of piece saves: by each policy, and by the minimum cuts of the commonest kind and others' like."""
+    firsts = {piece.kind: piece for piece in reversed(pieces)}
+    for name, saves in POLICIES.items():
+        yield name, {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
+    hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
+    most = max(hulls[kind][0].recompute_flops for kind in hulls)
+    lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
+    for choice in hulls[lead]:
+        share = choice.recompute_flops / max(most, 1.0)
+        yield "minimum cut", {kind: min(hull, key=lambda c: abs(c.recompute_flops - share * hull[0].recompute_flops))
+                              for kind, hull in hulls.items()}  # fmt: skip
+
+
+def _as_loops(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Loop, ...]:
+    return tuple(Loop(piece.node, is_recomputed=True, saved=chosen[piece.kind].saved) for piece in pieces)
+
+
+def _as_segments(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Segment, ...]:
+    firsts = [piece.program.graph.first_value(piece.node) for piece in pieces]
+    return tuple(Segment(piece.node, piece.stop, tuple(first + offset for offset in chosen[piece.kind].saved))
+                 for piece, first in zip(pieces, firsts, strict=True))  # fmt: skip
+
+
+def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
+    """What the passes of what follows the last region need."""
+    if start == len(program.eqns) or not all(node.can_recompute for node in program.graph.nodes[start:]):
+        return 0
+    rest = trace_run(program, start, len(program.eqns))
+    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu)
+
+
+def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choice]], head_bytes: int,
+               gpu: Target | None) -> Prediction:  # fmt: skip
+    """What is saved, and on top of it the largest of the backward passes, of a region or of what follows the last."""
+    saved = sum(piece.times * (piece.entry_bytes + choice.saved_bytes) for piece, _, choice in regions)
+    needs = {piece.kind: live_ranges.backward_bytes(run, choice.saved, gpu=gpu) - choice.saved_bytes
+             for piece, run, choice in {r[0].kind: r for r in regions}.values()}  # fmt: skip
+    extra = sum(piece.times * choice.recompute_flops for piece, _, choice in regions)
+    forward = sum(node.flops for node in program.graph.nodes)
+    return Prediction(saved + max(head_bytes, *needs.values()), extra, forward, 0, "analytic")
+
+
+def blocks_of(graph: Graph) -> list[tuple[int, int]]:
+    """Runs of nodes that are the program's blocks, in order, the last one never among them if it ends the program.
+
+    Example:
+        >>> from jaxsub.core.graph import graph_of
+        >>> layer = [("matmul", [8]), ("tanh", [8]), ("matmul", [8]), ("add", [8])]
+        >>> nodes = [(name, [i], size) for i, (name, size) in enumerate([("take", [8]), *layer * 3, ("sum", [1])])]
+        >>> blocks_of(graph_of(nodes, 1, [14]))
+        [(1, 5), (5, 9), (9, 13)]
+    """
+    found = _repeated(graph)
+    if not found:
+        cuts = find_cuts(graph)
+        found = list(pairwise(cuts))[:-1]
+    return [span for span in found if span[1] < len(graph.nodes)]
+
+
+def _repeated(graph: Graph) -> list[tuple[int, int]]:
+    """What repeats with one period over most of the FLOPs, whole periods from where the fewest bytes cross."""
+    known: dict[Any, int] = {}
+    shapes = [(n.primitive, *((graph.values[v].shape, graph.values[v].dtype) for v in n.outputs)) for n in graph.nodes]
+    kinds = np.array([known.setdefault(shape, len(known)) for shape in shapes])
+    flops = np.concatenate([[0.0], np.cumsum([node.flops for node in graph.nodes])])
+    best: tuple[float, int, int, int] | None = None
+    for period in sorted(set(_periods(graph, kinds))):
+        start, stop = _longest_run(kinds[period:] == kinds[:-period])
+        held = float(flops[stop + period] - flops[start])
+        is_more = best is None or held > best[0] * 1.01
+        if stop - start >= period and held >= MOST_FLOPS * flops[-1] and is_more:
+            best = held, period, start, stop + period
+    if best is None:
+        return []
+    _, period, start, stop = best
+    live = live_bytes(graph)
+    phase = min(range(period), key=lambda i: (float(live[start + i : stop + 1 : period].mean()), i))
+    starts = list(range(start + phase, stop + 1, period))
+    first = [max(0, start + phase - period)] if phase else []
+    return list(pairwise([*first, *starts]))
+
+
+def _periods(graph: Graph, kinds: np.ndarray) -> Iterator[int]:
+    """Distances between costly nodes and the next ones of their kind, the commonest of each kind."""
+    places: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        if node.is_costly:
+            places.setdefault(int(kinds[node.index]), []).append(node.index)
+    for found in places.values():
+        for step in range(1, min(NEXT, len(found) - 1) + 1):
+            distances = Counter(b - a for a, b in zip(found, found[step:], strict=False))
+            yield distances.most_common(1)[0][0]
+
+
+def _longest_run(flags: np.ndarray) -> tuple[int, int]:
+    """The longest run of true entries, half open."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
+    starts, stops = edges[::2], edges[1::2]
+    if not len(starts):
+        return 0, 0
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]), int(stops[longest])

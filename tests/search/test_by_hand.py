@@ -1,0 +1,162 @@
+"""Never behind by hand: what `jax.checkpoint` round each block or loop body gives, with any policy, is met."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters.partial_eval import dce_jaxpr
+
+import jaxsub
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Prediction
+from jaxsub.core.decisions import Segment
+from jaxsub.core.graph import graph_of
+from jaxsub.core.plan import Measurement, Plan
+from jaxsub.jaxpr.flops import jaxpr_flops
+from jaxsub.jaxpr.trace import trace
+from jaxsub.partition.cuts import find_cuts
+from jaxsub.search.budget_search import Effort, _Search
+from jaxsub.search.by_hand import plans_by_hand
+
+LAYERS, WIDTH, WORDS = 4, 64, 2048
+POLICIES = {
+    "full": None,
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("query", "mlp"),
+}
+LAYER = {"qkv": (3, WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+TOKENS = jax.ShapeDtypeStruct((2, 128), "int32")
+
+
+def shapes(tree, *front):
+    return {name: jax.ShapeDtypeStruct((*front, *shape), "float32") for name, shape in tree.items()}
+
+
+def layer(x, w):
+    w = jax.tree.map(lambda a: a.astype("bfloat16"), w)
+    q, k, v = jnp.einsum("btd,cde->cbte", x, w["qkv"]).reshape(3, *x.shape[:2], 4, WIDTH // 4)
+    q = checkpoint_name(q, "query")
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
+    up = checkpoint_name(x @ w["up"], "mlp")
+    return x + jax.nn.silu(up) @ w["down"]
+
+
+def decoder(weights, tokens, scanned, wrap=lambda layer: layer):
+    x = weights["words"].astype("bfloat16")[tokens]
+    if scanned:
+        x, _ = jax.lax.scan(lambda x, w: (wrap(layer)(x, w), None), x, weights["layers"])
+    else:
+        for w in weights["layers"]:
+            x = wrap(layer)(x, w)
+    logits = (x @ weights["words"].astype("bfloat16").T).astype("float32")
+    hits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - hits)
+
+
+def arguments(scanned):
+    layers = shapes(LAYER, LAYERS) if scanned else [shapes(LAYER)] * LAYERS
+    return {"words": jax.ShapeDtypeStruct((WORDS, WIDTH), "float32"), "layers": layers}, TOKENS
+
+
+def by_hand(scanned, policy):
+    wrap = partial(jax.checkpoint, policy=POLICIES[policy], prevent_cse=not scanned)
+    return lambda weights, tokens: decoder(weights, tokens, scanned, wrap)
+
+
+def flops(fun, args):
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(fun))(*args).jaxpr
+    return jaxpr_flops(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]).total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+def test_a_plan_by_hand_is_what_is_written_by_hand(scanned, policy):
+    """It needs no more than `jax.checkpoint` round the body or block with that policy, and recomputes the same."""
+    args, fun = arguments(scanned), partial(decoder, scanned=scanned)
+    plans = {plan.planner: plan for plan in plans_by_hand(trace(fun, args, {}))}
+    plan = plans[f"by hand: {policy}"]
+    assert plan.barriers == ()
+    planned, written = jaxsub.sublinear(fun, plan=plan), by_hand(scanned, policy)
+    assert flops(planned, args) <= 1.001 * flops(written, args)
+    if policy in ("full", "names"):
+        needed = jaxsub.measure(written, *args).temp_bytes
+        assert jaxsub.measure(planned, *args).temp_bytes <= 1.001 * needed
+
+
+def test_what_a_plan_by_hand_recomputes_is_predicted():
+    """FLOPs are those of the traced gradient, within half a percent of it."""
+    args, fun = arguments(True), partial(decoder, scanned=True)
+    plain = flops(fun, args)
+    for plan in plans_by_hand(trace(fun, args, {})):
+        again = (flops(jaxsub.sublinear(fun, plan=plan), args) - plain) / plain
+        assert plan.prediction.extra_flops / plan.prediction.forward_flops / 3 == pytest.approx(again, abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_policy_is_met_at_its_flops():
+    """No budget is refused that a policy by hand meets, and no more is recomputed."""
+    args, fun = arguments(True), partial(decoder, scanned=True)
+    written = by_hand(True, "dots_with_no_batch_dims_saveable")
+    budget = jaxsub.measure(written, *args).temp_bytes
+    plan = jaxsub.plan(fun, *args, budget=budget, cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= budget
+    assert flops(jaxsub.sublinear(fun, plan=plan), args) <= 1.005 * flops(written, args)
+
+
+def tried(budget, needs, best=None):
+    """Which plans of a row are compiled under a budget, the most recomputed last, and which is taken.
+
+    Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need eight more.
+    """
+    compiled = []
+
+    def measure(plan):
+        compiled.append(int(plan.planner))
+        return Measurement(needs[int(plan.planner)], 0, 0, 0, None, 0.0, "cpu")
+
+    def plan(i, n_bytes):
+        return Plan(
+            "f", Budget(), 9, (Segment(i, i + 1),), planner=str(i), prediction=Prediction(n_bytes, i, 10.0, 0, "")
+        )
+
+    verifier = SimpleNamespace(program=SimpleNamespace(eqns=()), pricer=SimpleNamespace(share=1.0), measure=measure)
+    search = _Search(verifier, None, budget, Effort(), 0.0)
+    if best is not None:
+        search.best = plan(best, budget).replace(measurement=Measurement(budget, 0, 0, 0, None, 0.0, "cpu"))
+    search.by_hand(lambda: [plan(i, n_bytes + 8) for i, n_bytes in enumerate(needs)])
+    return compiled, search.best and int(search.best.planner)
+
+
+@pytest.mark.parametrize(
+    ("budget", "best", "wanted"),
+    [
+        (30, None, ([2], 2)),
+        (37, None, ([1, 2], 2)),  # the first shows by how much predictions err
+        (30, 2, ([], 2)),  # nothing that recomputes less may fit
+        (30, 4, ([2], 2)),
+        (9, None, ([5], None)),  # the least does not fit, and says what would
+        (30, 0, ([], 0)),
+    ],
+)
+def test_plans_by_hand_are_compiled_few_times(budget, best, wanted):
+    """The cheapest that may fit, then what fits by a prediction put right; only what recomputes less than the best."""
+    assert tried(budget, [50, 38, 30, 20, 14, 10], best) == wanted
+
+
+def test_no_cut_breaks_the_fusion_of_wide_values():
+    """Between the product that makes logits and the sums over them only the narrow logits may cross a cut."""
+    head = [("matmul", [0], [64]), ("convert_element_type", [1], [128]), ("reduce_max", [2], [1])]
+    head += [("sub", [2, 3], [128]), ("exp", [4], [128]), ("reduce_sum", [5], [1]), ("log", [6], [1])]
+    assert find_cuts(graph_of(head, 1, [7], input_bytes=[64]), window=0) == (0, 1, 6, 7)
+
+
+def test_a_residual_stream_is_cut_all_the_same():
+    """A sum that crosses a cut is elementwise too, but what it is made of would take more."""
+    layer = [("matmul", [0], [8]), ("tanh", [1], [8]), ("matmul", [2], [8]), ("add", [0, 3], [8])]
+    nodes = [(name, [4 * i + v for v in reads], size) for i in range(4) for name, reads, size in layer]
+    cuts = find_cuts(graph_of([*nodes, ("sum", [16], [1])], 1, [17], input_bytes=[8]))
+    assert {8, 12} <= set(cuts)
