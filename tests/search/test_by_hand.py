@@ -84,7 +84,7 @@ def test_a_plan_by_hand_is_what_is_written_by_hand(scanned, policy):
     assert flops(planned, args) <= 1.001 * flops(written, args)
     if policy in ("full", "names"):
         needed = jaxsub.measure(written, *args).temp_bytes
-        assert jaxsub.measure(planned, *args).temp_bytes <= 1.001 * needed
+        assert jaxsub.measure(planned, *args).temp_bytes <= 1.01 * needed
 
 
 def test_what_a_plan_by_hand_recomputes_is_predicted():
