@@ -8,8 +8,8 @@
 Every measurement is a process of its own with an empty cache. Its processor seconds, those of the processes it started
 among them, count from the moment the arguments' shapes are known. `compile` is `jax.jit(jax.value_and_grad(loss))`
 lowered and compiled as JAX does it. A budget is a share of what that program allocates, given in bytes. `times` is the
-plan's seconds over those of `compile`; `compiles` counts what XLA was given in that process. FLOPs are relative to the
-plain gradient's, by XLA; of programs with loops, of which XLA counts a body once, by their traced products.
+plan's seconds over those of `compile`; `compiles` counts what XLA was given in that process. FLOPs are those of
+traced products and convolutions, loops and slices with their lengths, relative to the plain gradient's.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ def rows(measured: Measured) -> Iterator[tuple[str, str, float, dict[str, Any], 
             target, share = rest
             plain = measured[f"{name}/compile"]
             base = plain if target == "cpu" else measured[f"{name}/{target}/plain"]
-            has_loops = name in ("decoder_scan", "runge_kutta", "experts")
-            kind = "traced_flops" if has_loops else "flops"
-            flops = cell[kind] / plain[kind] if kind in cell else None
+            flops = cell["traced_flops"] / plain["traced_flops"] if "traced_flops" in cell else None
             yield name, target, float(share), cell, cell["seconds"] / base["seconds"], flops
 
 
