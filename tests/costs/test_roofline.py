@@ -159,7 +159,7 @@ def test_stages_are_timed_once_on_the_device(tmp_path, monkeypatch):
     asked = []
     original = seconds.profile
     monkeypatch.setattr("jaxsub.costs.roofline.profile", lambda *a: asked.append(a[1:3]) or original(*a))
-    options = dict(budget=450_000, verify=False, profile=True, cache=tmp_path, progress=False)
+    options = dict(budget=450_000, verify=False, profile=True, cache=tmp_path, progress=False, chunks=False)
     plan = jaxsub.plan(loss, *args, **options)
     assert 0 < len(asked) < 12  # of the 12 layers most are alike
     assert plan.prediction.seconds_origin == "profiled"

@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
 from jaxsub.core.errors import UnsupportedError
-from jaxsub.devices import aot as crosscompile
-from jaxsub.devices import targets
+from jaxsub.devices import aot, targets
 from jaxsub.devices.compile import compile_for, measure_compiled
 from jaxsub.devices.targets import NAMES, get_target, read_spec
 from jaxsub.jaxpr.compat import NVIDIA_DRIVERS, checkpoint
@@ -27,7 +26,7 @@ from jaxsub.jaxpr.compat import NVIDIA_DRIVERS, checkpoint
 
 def _lack():
     try:
-        crosscompile.require_packages()
+        aot.require_packages()
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -147,7 +146,7 @@ def test_a_present_gpu_is_known_by_its_kind(kind, like):
 def test_a_missing_package_is_named():
     """Without the extra the error names the package and the command that installs it."""
     with pytest.raises(UnsupportedError, match=r'jax-cuda12-plugin.*pip install "jaxsub\[targets\]"'):
-        crosscompile.require_packages(lambda module: "plugins" not in module)
+        aot.require_packages(lambda module: "plugins" not in module)
 
 
 def test_a_mesh_has_the_targets_devices():
@@ -180,7 +179,8 @@ def test_a_planned_bf16_chain_fits_19_units_of_an_absent_h200(tmp_path):
     """64 bf16 layers, planned for an H200: a budget of 19 units, of 129, is met."""
     plan = jaxsub.plan(chain, *CHAIN, budget=19 * ACTIVATION_BYTES, argnums=1, target="h200", cache=tmp_path,
                        progress=False)  # fmt: skip
-    assert plan.plain_measurement.temp_bytes / ACTIVATION_BYTES == pytest.approx(129, abs=1)
+    plain = jaxsub.measure(chain, *CHAIN, argnums=1, target="h200")
+    assert plain.temp_bytes / ACTIVATION_BYTES == pytest.approx(129, abs=1)
     assert plan.measurement.temp_bytes <= 19 * ACTIVATION_BYTES
     assert (plan.measurement.target, plan.prediction.seconds_origin) == ("h200", "roofline")
 
@@ -302,7 +302,7 @@ def test_a_spec_that_xla_refuses_is_an_error(tmp_path):
 @needs_packages
 def test_a_helper_is_kept_and_a_dead_one_replaced():
     """Programs share a helper; when it is killed the next program gets a new one."""
-    helpers = crosscompile._Helpers(1)
+    helpers = aot._Helpers(1)
     try:
         measured, first = _ask(helpers)
         assert _ask(helpers) == (measured, first)
@@ -318,7 +318,7 @@ def test_a_helper_is_kept_and_a_dead_one_replaced():
 def _ask(helpers):
     jitted = jax.jit(jnp.sum)
     target = get_target("h100")
-    program = crosscompile._export(jitted, (jax.ShapeDtypeStruct((8,), "float32"),), {}, target)
+    program = aot._export(jitted, (jax.ShapeDtypeStruct((8,), "float32"),), {}, target)
     request = {"spec": target.spec, "n_devices": 1, "mesh": None, "donated": [], "writes_products": True,
                "n_bytes": len(program)}  # fmt: skip
     answer = helpers.ask(request, program)
@@ -328,7 +328,7 @@ def _ask(helpers):
 @needs_packages
 def test_a_helper_ends_with_its_parent():
     """A process that is killed leaves none behind that compiles for nobody, though what it reads from stays open."""
-    script = Path(jaxsub.__file__).with_name("crosscompile_child.py")
+    script = Path(aot.__file__).with_name("aot_worker.py")
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-P', {str(script)!r}])"
     command = [sys.executable, "-c", starter]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -370,12 +370,12 @@ def test_a_users_session_is_left_alone(backends_first):
         import jax
         if {backends_first}:
             jax.devices()
-        from jaxsub import crosscompile
+        from jaxsub.devices import aot
         from jaxsub.devices.compile import compile_for, measure_compiled
         from jaxsub.devices.targets import get_target
         shape = jax.ShapeDtypeStruct((4,), "float32")
         n_bytes = measure_compiled(lambda x: x * 2, (shape,), get_target("h100")).argument_bytes
-        helper = next(h for h in crosscompile._helpers(os.getpid()).free.queue if h)
+        helper = next(h for h in aot._helpers(os.getpid()).free.queue if h)
         print(json.dumps([n_bytes, jax.devices()[0].platform, jax.config.jax_platforms, helper.process.pid]))
     """
     done = run_unset(textwrap.dedent(code))

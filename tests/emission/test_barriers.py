@@ -17,7 +17,7 @@ from models import conv, resnet
 
 import jaxsub
 from jaxsub.core.plan import Budget, Plan, Segment
-from jaxsub.emission import barriers as fences
+from jaxsub.emission import barriers as gradient_barriers
 from jaxsub.emission import regions
 from jaxsub.emission.emit import emit
 from jaxsub.emission.scans import body_program, branch_programs
@@ -130,7 +130,7 @@ def test_split_kernels_keep_their_shape_in_the_body_of_a_loop():
     mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(AxisType.Explicit,))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "model"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    step = fences.barrier([0], frozenset([0]))
+    step = gradient_barriers.barrier([0], frozenset([0]))
 
     def held(kernel):
         env = {0: kernel}
@@ -161,38 +161,8 @@ def test_the_parts_of_a_program_that_is_split_keep_the_shape_of_kernels():
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, None, "model"))
     for program, is_flat in ((whole, True), (replace(whole, shardings=(split, None)), False)):
         parts = (body_program(program, loop), *branch_programs(program, branch))
-        kept = [bool(fences.flat_kernels(part)) for part in parts if part.graph.kernels()]
+        kept = [bool(gradient_barriers.flat_kernels(part)) for part in parts if part.graph.kernels()]
         assert kept == [is_flat, is_flat]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer compilers let this plan fit with its barriers too")
-def test_barriers_are_left_out_where_a_gpu_holds_zeros_for_them():
-    """Each layer looks up in a table of its own: with barriers, the same plan would need more than the budget."""
-    rows, width, layers, words = 128, 128, 4, 4096
-
-    def loss(params, tokens):
-        tables, layers, head = params
-        x = tables[0][tokens]
-        for table, (a, b) in zip(tables[1:], layers, strict=True):
-            x = x + jax.nn.gelu((x + table[tokens]) @ a) @ b
-        scores = jax.nn.log_softmax(x @ head)
-        return -jnp.mean(jnp.take_along_axis(scores, tokens[..., None], -1))
-
-    def shaped(*shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    layer = shaped(width, 4 * width), shaped(4 * width, width)
-    params = [shaped(words, width)] * (layers + 1), [layer] * layers, shaped(width, 512)
-    args = params, shaped(8, rows, dtype=jnp.int32)
-    budget = int(0.6 * jaxsub.measure(loss, *args, target="h200").temp_bytes)
-    plan = jaxsub.plan(loss, *args, budget=budget, target="h200", verify=True, progress=False)
-    starts = sorted({s.start for s in plan.segments} | {s.stop for s in plan.segments} - {0})
-    fenced = jaxsub.sublinear(loss, plan=plan.replace(barriers=tuple(starts)))
-    assert plan.segments
-    assert plan.barriers == ()
-    assert plan.measurement.temp_bytes <= budget
-    assert jaxsub.measure(fenced, *args, target="h200").temp_bytes > budget
 
 
 def test_what_convolutions_do_not_read_as_a_kernel_is_no_kernel():

@@ -124,7 +124,8 @@ def chain(ws, x):
 
 
 def plan_of(args, budget, **settings):
-    return jaxsub.plan(chain, *args, budget=budget, target="h100", cache=False, progress=False, **settings)
+    return jaxsub.plan(chain, *args, budget=budget, target="h100", cache=False, progress=False, chunks=False,
+                       **settings)  # fmt: skip
 
 
 def moved_bytes(plan):

@@ -38,7 +38,7 @@ def written_out(f, args):
     """The program, and the ways to run its loop in which all steps are written out."""
     program = trace(f, args, {}, argnums=(0, 1))
     (node,) = find_loops(program)
-    return program, [c for c in loop_choices(program, node, None, counted_chain) if c.loop.unrolled > 1]
+    return program, [c for c in loop_choices(program, node, counted_chain) if c.loop.unrolled > 1]
 
 
 def planned(f, program, choice):
@@ -81,7 +81,7 @@ def test_plans_of_all_steps_are_the_same_function():
 
 
 def test_written_out_a_loop_needs_what_a_program_without_loops_does():
-    """At less than one forward pass again 32 steps need 11 carries; blocks of a loop need 14 at two."""
+    """At less than one forward pass more, 32 steps need 12 carries; blocks of a loop need 14 at two."""
     _, loop, args, _ = PAIRS["tanh"]
     program, found = written_out(loop, args)
     (node,) = find_loops(program)
@@ -91,7 +91,7 @@ def test_written_out_a_loop_needs_what_a_program_without_loops_does():
     more = gradient_flops(g, args) - gradient_flops(loop, args)
     assert more == pytest.approx(choice.again_flops, rel=0.05)
     assert more < forward
-    assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes < 11 * carry_bytes
+    assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes < 12 * carry_bytes
 
 
 def test_long_loops_and_little_gains_are_not_written_out():

@@ -200,7 +200,8 @@ def test_any_length_and_any_blocks(length, begin, sizes, again, share, reverse):
         x, sums = lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x**2)), x, ws, reverse=reverse)
         return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(length))
 
-    way = Loop(0, tuple(sorted(set(sizes), reverse=True)), again, kept_steps=int(share * (length - 1)), begin=begin)
+    sizes = {size for size in sizes if size <= length - bool(begin)}
+    way = Loop(0, tuple(sorted(sizes, reverse=True)), again, kept_steps=int(share * (length - 1)), begin=begin)
     assert_same(f, looped(f, way, WS[:length], X), WS[:length], X)
 
 

@@ -15,7 +15,7 @@ from six_layers import ROOT, in_a_process
 import jaxsub
 from jaxsub.core.chain import Chain, Crossing, Item, Option, Stage
 from jaxsub.core.errors import UnsupportedError
-from jaxsub.devices import aot as crosscompile
+from jaxsub.devices import aot
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes, scaled, sharding_of, spread_over, told
 
@@ -228,7 +228,7 @@ def test_gpt_on_eight_devices(kind):
 
 def _lack():
     try:
-        crosscompile.require_packages()
+        aot.require_packages()
     except UnsupportedError as error:
         return str(error)
     return ""
