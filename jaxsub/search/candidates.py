@@ -107,12 +107,12 @@ class Candidates:
 
     def every(self) -> list[Way]:
         """All ways that are looked at whatever the budget is."""
-        bare = [Way(self.choices[0], has_barriers=False)] if self._makes_zeros_ahead() else []
-        return [*map(Way, self.choices), *bare]
+        return [*map(Way, self.choices), *self.bare()]
 
-    def _makes_zeros_ahead(self) -> bool:
-        """Whether a GPU makes zeros ahead because of barriers."""
-        return any(stage.ahead_bytes for stage in self.pricer.chain(self.choices[0]).stages)
+    def bare(self) -> list[Way]:
+        """The way without barriers, where a GPU makes zeros ahead because of them."""
+        makes_zeros = any(stage.ahead_bytes for stage in self.pricer.chain(self.choices[0]).stages)
+        return [Way(self.choices[0], has_barriers=False)] if makes_zeros else []
 
     def _others(self, first: Way, budget_bytes: int) -> Iterator[Way]:
         chain = self.pricer.chain(first.cuts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jaxsub.core.budget import Budget
+from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
@@ -152,6 +152,28 @@ def _sliced_or_whole(program: Program, settings: Settings, target: Target, store
     """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can."""
     if isinstance(settings.chunks, Mapping):
         return _in_slices(program, asked(program, settings.chunks), settings, target, store)
+    plans, refusals = _tried(program, settings, target, store)
+    if not plans:
+        raise _that_works(program, settings, target, store, refusals)
+    best = min(plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
+    return _beside_plain(program, best, plans[0], settings, target, store) if best.slices else best
+
+
+def _that_works(
+    program: Program, settings: Settings, target: Target, store: Store, refusals: Sequence[InfeasibleBudgetError]
+) -> InfeasibleBudgetError:
+    """The refusal that names the least budget which is met when it is asked for: other budgets have other slices."""
+    for refused in sorted(refusals, key=lambda refused: refused.least_bytes):
+        again = replace(settings, budget=Budget(refused.least_bytes))
+        if refused is refusals[0] or _tried(program, again, target, store)[0]:
+            return refused
+    return refusals[0]
+
+
+def _tried(
+    program: Program, settings: Settings, target: Target, store: Store
+) -> tuple[list[Plan], list[InfeasibleBudgetError]]:
+    """Plans that fit, the one without slices first, and refusals."""
     plans: list[Plan] = []
     refusals: list[InfeasibleBudgetError] = []
     _try(lambda: _whole(program, settings, target, store), plans, refusals)
@@ -163,10 +185,7 @@ def _sliced_or_whole(program: Program, settings: Settings, target: Target, store
                 _try(lambda runs=runs: _in_slices(program, runs, bounded, target, store), plans, refusals)  # type: ignore[misc]
             if plans and recomputed_share(plans[-1]) <= LITTLE_EXTRA:
                 break
-    if not plans:
-        raise min(refusals, key=lambda refused: refused.least_bytes)
-    best = min(plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
-    return _beside_plain(program, best, plans[0], settings, target, store) if best.slices else best
+    return plans, refusals
 
 
 def _is_promising(
@@ -369,8 +388,30 @@ def _trusted(candidates: Candidates, budget: Budget) -> Plan:
         n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
     if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
         return verifying.finish(pricer.program, plain, budget)
-    plan = candidates.refusing(candidates.ranked(n_bytes)[0], n_bytes)
+    try:
+        plan = candidates.refusing(candidates.ranked(n_bytes)[0], n_bytes)
+    except InfeasibleBudgetError as refused:
+        least = _least_that_works(candidates, refused.least_bytes)
+        if least == refused.least_bytes:
+            raise
+        raise InfeasibleBudgetError(
+            f"Budget `{format_bytes(n_bytes)}` is below the least predicted peak that was found, "
+            f"`{format_bytes(least)}`. Pass budget={least} or more.",
+            requested_bytes=n_bytes,
+            least_bytes=least,
+        ) from None
     return verifying.finish(pricer.program, plan, budget)
+
+
+def _least_that_works(candidates: Candidates, least_bytes: int) -> int:
+    """The least budget from this on that is met: for another budget other partitions may be looked at."""
+    while True:
+        try:
+            candidates.refusing(candidates.ranked(least_bytes)[0], least_bytes)
+        except InfeasibleBudgetError as refused:
+            least_bytes = max(refused.least_bytes, least_bytes + 1)
+        else:
+            return least_bytes
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:
