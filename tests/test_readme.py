@@ -49,7 +49,7 @@ def test_the_code_in_the_readme_runs(capsys):
     assert "Dense: 12 modules" in capsys.readouterr().out
     for fun, args in (("linen_loss", "variables"), ("nnx_loss", "module")):
         plan = names[fun].plan(names[args], names["x"])
-        assert plan.n_regions > 0
+        assert plan.n_regions > 0 or plan.slices
         assert plan.measurement.temp_bytes <= 0.5 * plan.plain_measurement.temp_bytes
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -100,22 +100,26 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
         [1]
     """
     last, skip = graph.last_uses(), graph.weights() | graph.output_set()
-    crossing, kept, at = set[int](), list[int](), 0
+    crossing, fresh, kept, at = set[int](), set[int](), list[int](), 0
     ends: dict[int, list[int]] = {}
     for position in positions:
         for node in graph.nodes[at:position]:
             for v in (v for v in node.outputs if v not in skip and last[v] > node.index):
                 crossing.add(v)
+                fresh.add(v)
                 ends.setdefault(last[v], []).append(v)
-            crossing.difference_update(ends.pop(node.index, ()))
+            over = ends.pop(node.index, ())
+            crossing.difference_update(over)
+            fresh.difference_update(over)
         at = position
-        fused = [v for v in crossing if _is_fused(graph, v)]
-        if _made_of(graph, fused, crossing | skip) >= sum(graph.values[v].n_bytes for v in fused):
+        fused = [v for v in fresh if _is_fused(graph, v)]
+        if _made_of(graph, fused, (crossing, skip)) >= sum(graph.values[v].n_bytes for v in fused):
             kept.append(position)
+            fresh.clear()  # what crosses a cut is written down there, and once
     return kept
 
 
-def _made_of(graph: Graph, fused: Sequence[int], free: set[int] | frozenset[int]) -> int:
+def _made_of(graph: Graph, fused: Sequence[int], free: Sequence[Collection[int]]) -> int:
     """Bytes of what fused values are made of, through others that are fused, but for what stands anyway.
 
     It is counted no further than the fused values' own bytes.
@@ -125,7 +129,7 @@ def _made_of(graph: Graph, fused: Sequence[int], free: set[int] | frozenset[int]
     while stack and found < most:
         producer = graph.values[stack.pop()].producer
         for v in graph.nodes[producer].inputs if producer is not None else ():
-            if v in seen or v in free:
+            if v in seen or any(v in some for some in free):
                 continue
             seen.add(v)
             if _is_fused(graph, v):

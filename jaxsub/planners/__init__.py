@@ -4,7 +4,7 @@ A planner of your own is any object that can be called so, in five lines:
 
     >>> import jaxsub
     >>> from jaxsub.core.chain import Run
-    >>> from jaxsub.plan import plan_from_runs
+    >>> from jaxsub.core.plan import plan_from_runs
     >>> class EveryOther:
     ...     def __call__(self, chain, budget_bytes):
     ...         runs = [chain.recompute(s) if s % 2 else Run(s, s + 1) for s in range(len(chain.stages))]

@@ -139,15 +139,12 @@ class _Search:
     least_seen: Plan | None = None
 
     def dare(self, ways: Sequence[Way]) -> None:
-        """Where what fits recomputes much, try least plans that may fit all the same, and plans without barriers."""
+        """Try least plans that are predicted not to fit, where what fits recomputes much."""
         for way in ways:
             if self.best is not None and recomputed_share(self.best) > HALF:
                 least = predicted_bytes(self.candidates.plan(way, 1, NEARLY))
                 if self.budget_bytes < least <= ERROR * self.budget_bytes:
                     self.run(way, least)
-        for way in self.candidates.bare():
-            if self.best is not None and recomputed_share(self.best) > self.effort.gain:
-                self.run(way, self.budget_bytes)
 
     def run(self, way: Way, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Chain
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.output_reuse import unfenced
@@ -75,12 +76,37 @@ class Candidates:
             plan = self.planner(chain, int(error.least_bytes * (1 + slack)))
         return plan if way.has_barriers else plan.replace(barriers=())
 
-    def refusing(self, way: Way, budget_bytes: int) -> Plan:
-        """The planner's plan.
+    def predicted_to_fit(self, budget_bytes: int) -> Plan:
+        """The planner's plan on the partition on which least is predicted to be recomputed.
 
         Raises:
-            InfeasibleBudgetError: If it says that nothing fits.
+            InfeasibleBudgetError: If it says that nothing fits; the least that it names is met when it is asked for.
         """
+        try:
+            return self._refusing(budget_bytes)
+        except InfeasibleBudgetError as refused:
+            least = self._least_that_works(refused.least_bytes)
+            if least == refused.least_bytes:
+                raise
+        raise InfeasibleBudgetError(
+            f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak that was found, "
+            f"`{format_bytes(least)}`. Pass budget={least} or more.",
+            requested_bytes=budget_bytes,
+            least_bytes=least,
+        )
+
+    def _least_that_works(self, least_bytes: int) -> int:
+        """The least budget from this on that is met: for another budget other partitions may be looked at."""
+        while True:
+            try:
+                self._refusing(least_bytes)
+            except InfeasibleBudgetError as refused:
+                least_bytes = max(refused.least_bytes, least_bytes + 1)
+            else:
+                return least_bytes
+
+    def _refusing(self, budget_bytes: int) -> Plan:
+        way = self.ranked(budget_bytes)[0]
         plan = self.planner(self.chain(way), budget_bytes)
         return plan if way.has_barriers else plan.replace(barriers=())
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
@@ -388,30 +388,7 @@ def _trusted(candidates: Candidates, budget: Budget) -> Plan:
         n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
     if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
         return verifying.finish(pricer.program, plain, budget)
-    try:
-        plan = candidates.refusing(candidates.ranked(n_bytes)[0], n_bytes)
-    except InfeasibleBudgetError as refused:
-        least = _least_that_works(candidates, refused.least_bytes)
-        if least == refused.least_bytes:
-            raise
-        raise InfeasibleBudgetError(
-            f"Budget `{format_bytes(n_bytes)}` is below the least predicted peak that was found, "
-            f"`{format_bytes(least)}`. Pass budget={least} or more.",
-            requested_bytes=n_bytes,
-            least_bytes=least,
-        ) from None
-    return verifying.finish(pricer.program, plan, budget)
-
-
-def _least_that_works(candidates: Candidates, least_bytes: int) -> int:
-    """The least budget from this on that is met: for another budget other partitions may be looked at."""
-    while True:
-        try:
-            candidates.refusing(candidates.ranked(least_bytes)[0], least_bytes)
-        except InfeasibleBudgetError as refused:
-            least_bytes = max(refused.least_bytes, least_bytes + 1)
-        else:
-            return least_bytes
+    return verifying.finish(pricer.program, candidates.predicted_to_fit(n_bytes), budget)
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:

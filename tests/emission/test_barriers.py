@@ -165,36 +165,6 @@ def test_the_parts_of_a_program_that_is_split_keep_the_shape_of_kernels():
         assert kept == [is_flat, is_flat]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer compilers let this plan fit with its barriers too")
-def test_barriers_are_left_out_where_a_gpu_holds_zeros_for_them():
-    """Each layer looks up in a table of its own: with barriers, the same plan would need more than the budget."""
-    rows, width, layers, words = 128, 128, 4, 4096
-
-    def loss(params, tokens):
-        tables, layers, head = params
-        x = tables[0][tokens]
-        for table, (a, b) in zip(tables[1:], layers, strict=True):
-            x = x + jax.nn.gelu((x + table[tokens]) @ a) @ b
-        scores = jax.nn.log_softmax(x @ head)
-        return -jnp.mean(jnp.take_along_axis(scores, tokens[..., None], -1))
-
-    def shaped(*shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    layer = shaped(width, 4 * width), shaped(4 * width, width)
-    params = [shaped(words, width)] * (layers + 1), [layer] * layers, shaped(width, 512)
-    args = params, shaped(8, rows, dtype=jnp.int32)
-    budget = int(0.6 * jaxsub.measure(loss, *args, target="h200").temp_bytes)
-    plan = jaxsub.plan(loss, *args, budget=budget, target="h200", verify=True, progress=False)
-    starts = sorted({s.start for s in plan.segments} | {s.stop for s in plan.segments} - {0})
-    fenced = jaxsub.sublinear(loss, plan=plan.replace(barriers=tuple(starts)))
-    assert plan.segments
-    assert plan.barriers == ()
-    assert plan.measurement.temp_bytes <= budget
-    assert jaxsub.measure(fenced, *args, target="h200").temp_bytes > budget
-
-
 def test_what_convolutions_do_not_read_as_a_kernel_is_no_kernel():
     """Data, weights of products, and kernels that are made of weights."""
 

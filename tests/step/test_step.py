@@ -224,7 +224,7 @@ def test_static_and_keyword_arguments_and_auxiliary_results():
 
 def test_budgets_and_plans_of_ones_own_are_kept():
     """A function with a budget takes at most that, one with a plan keeps it, whatever the step may take."""
-    within = jaxsub.sublinear(loss, budget=0.5, progress=False)
+    within = jaxsub.sublinear(loss, budget=0.5, progress=False, chunks=False)
     report = quiet(step_of(within), memory="1GiB").report(*state(), *batch())
     own = within.plan(params(), *batch())
     assert report.sites[0].plan.segments == own.segments
