@@ -74,8 +74,8 @@ class Effort:
 
 
 BY_HAND = 4
-"""How many plans by hand are compiled: the cheapest that may fit, then those that do by a prediction put right by what
-the one before really needed: what they have in common, as a loss head, errs alike."""
+"""How many plans by hand are compiled: the one predicted least, then the cheapest that fit by what was measured: what
+plans by hand have in common, as a loss head, errs alike."""
 
 EFFORTS = {"low": math.inf, "default": GAIN}
 """By name, what a plan must be predicted to spare to be worth a compile."""
@@ -190,25 +190,27 @@ class _Search:
         is_long = len(self.verifier.program.eqns) > LONG_EQUATIONS
         if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain):
             return
-        if not (left := list(make())):
+        if not (left := self._recompute_less(make())):
             return
         share = self.verifier.pricer.share
-        least = min(left, key=predicted_bytes)
-        error, is_tried = -int(share * predicted_bytes(least)) // 2, False  # all have one head, and it may fuse
+        bracket = Bracket(self.budget_bytes * (1 + MARGIN), slope=1.0)  # sizes are round: many a plan fits to the byte
+        plan = min(left, key=predicted_bytes)
         for _ in range(BY_HAND):
-            most_share = recomputed_share(self.best) - self.effort.gain if self.best else math.inf
-            left = [plan for plan in left if recomputed_share(plan) < most_share]
-            most = self.budget_bytes * (1 + MARGIN)  # sizes are few and round: many a plan fits to the byte
-            fitting = [plan for plan in left if share * predicted_bytes(plan) + error <= most]
-            if not fitting and (self.best is not None or is_tried):
-                return
-            plan = fitting[0] if fitting else least
-            is_tried = is_tried or plan is least
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
-            error = _needed(plan) - int(share * predicted_bytes(plan))
+            bracket.add(share * predicted_bytes(plan), _needed(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
+            most, left = bracket.following() or 0.0, self._recompute_less(left)
+            fitting = [p for p in left if share * predicted_bytes(p) <= most]
+            if not fitting:
+                return
+            plan = fitting[0]
+
+    def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Those that recompute clearly less than the best that fits."""
+        most = recomputed_share(self.best) - self.effort.gain if self.best else math.inf
+        return [plan for plan in plans if recomputed_share(plan) < most]
 
     def least(self) -> None:
         """Try the planner's least plans, the same whatever the budget is."""

@@ -5,16 +5,16 @@ no gradient barriers, and nothing stands between a block and what follows it: wh
 cost more than they save, or a prediction errs, one of these may be what fits. So whoever searches plans tries them too,
 and is never behind what a user gets by hand.
 
-Policies are JAX's own, asked equation by equation as `jax.checkpoint` asks them; one that saves what the user named;
-and what nobody writes by hand, the minimum cuts of a step or block. Blocks are what repeats: the period with which the
-program's equations repeat over most of its FLOPs, begun where the fewest bytes cross. A program in which nothing
-repeats is cut where few bytes cross (`jaxsub.partition.cuts`).
+Policies are JAX's own, asked equation by equation as `jax.checkpoint` asks them; those that save what the user named,
+all of it or the names that spare most recomputation a byte; and what nobody writes by hand, the minimum cuts of a step
+or block. Blocks are what repeats: the period with which the program's equations repeat over most of its FLOPs, begun
+where the fewest bytes cross. A program in which nothing repeats is cut where few bytes cross (`jaxsub.partition.cuts`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -159,10 +159,32 @@ def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun]) -> Iterat
     hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
     most = max(hulls[kind][0].recompute_flops for kind in hulls)
     lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
+    for kept in _names_one_by_one(firsts[lead], traced[lead]):
+        saves = _by_names(kept)
+        yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
     for choice in hulls[lead]:
         share = choice.recompute_flops / max(most, 1.0)
         yield "minimum cut", {kind: min(hull, key=lambda c: abs(c.recompute_flops - share * hull[0].recompute_flops))
                               for kind, hull in hulls.items()}  # fmt: skip
+
+
+def _by_names(names: Collection[str]) -> Saves:
+    return lambda eqn: compat.given_name(eqn) in names
+
+
+def _names_one_by_one(piece: _Piece, run: TracedRun) -> Iterator[tuple[str, ...]]:
+    """Of the user's names ever more, next the one that spares most recomputation a byte."""
+    eqns = piece.program.eqns[piece.run[0] : piece.run[1]]
+    left = list(dict.fromkeys(name for eqn in eqns if (name := compat.given_name(eqn)) is not None))
+    kept: tuple[str, ...] = ()
+    now = choice_of(run, ())
+    while len(left) > 1:  # all of them are a policy of their own
+        tried = [(choice_of(run, piece.saved(_by_names((*kept, name)))), name) for name in left]
+        now, name = max(tried, key=lambda t: (now.recompute_flops - t[0].recompute_flops)
+                        / max(t[0].saved_bytes - now.saved_bytes, 1))  # fmt: skip
+        left.remove(name)
+        kept = (*kept, name)
+        yield kept
 
 
 def _as_loops(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Loop, ...]:

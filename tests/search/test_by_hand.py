@@ -134,16 +134,16 @@ def tried(budget, needs, best=None):
 @pytest.mark.parametrize(
     ("budget", "best", "wanted"),
     [
-        (30, None, ([2], 2)),
-        (37, None, ([1, 2], 2)),  # the first shows by how much predictions err
-        (30, 2, ([], 2)),  # nothing that recomputes less may fit
-        (30, 4, ([2], 2)),
+        (30, None, ([5, 2], 2)),  # the least shows by how much predictions err
+        (37, None, ([5, 2], 2)),
+        (30, 2, ([1], 2)),  # the least of those that recompute less does not fit
+        (30, 4, ([3, 2], 2)),
         (9, None, ([5], None)),  # the least does not fit, and says what would
         (30, 0, ([], 0)),
     ],
 )
 def test_plans_by_hand_are_compiled_few_times(budget, best, wanted):
-    """The cheapest that may fit, then what fits by a prediction put right; only what recomputes less than the best."""
+    """The least, then the cheapest that fits by what was measured; only what recomputes less than the best."""
     assert tried(budget, [50, 38, 30, 20, 14, 10], best) == wanted
 
 
