@@ -101,7 +101,10 @@ def test_the_update_is_the_same_and_gradients_stand_for_one_layer(name):
     for _ in range(3):
         expected = (*plain(*copied(expected[:2]), TOKENS),)
         found = (*ours(*copied(found[:2]), TOKENS),)
-        chex.assert_trees_all_equal(found, expected)
+        if name == "schedule":  # XLA multiplies by the rate, which is no constant, before or after something else
+            chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+        else:
+            chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)
