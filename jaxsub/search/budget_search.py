@@ -50,7 +50,7 @@ compiler's packing of buffers adds to what is alive."""
 NEAR, FAR = 1.05, 1.7
 """Where the plain program is predicted to need no more than the first times the budget it is compiled before any plan;
 up to the second where plans recompute something; beyond it never. Predictions err by 3 % in the median and by less than
-30 % at worst (`examples/results/prediction`); of a few small layers, where XLA reuses what is counted twice, by 67 %."""
+30 % at worst (`examples/results/prediction`); of a few small layers, where XLA reuses buffers, by two thirds."""
 
 BETWEEN, APART = 2, 0.01
 """How many plans are tried before a refusal, of those between what the least is predicted to need and what it does,
@@ -190,11 +190,13 @@ class _Search:
         is_long = len(self.verifier.program.eqns) > LONG_EQUATIONS
         if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain):
             return
-        if not (left := self._recompute_less(make())):
+        if not (every := make()) or not (left := self._recompute_less(every)):
             return
         share = self.verifier.pricer.share
         bracket = Bracket(self.budget_bytes * (1 + MARGIN), slope=1.0)  # sizes are round: many a plan fits to the byte
-        plan = min(left, key=predicted_bytes)
+        plan, head_bytes = min(left, key=predicted_bytes), min(map(predicted_bytes, every)) / 2
+        if self.best is not None and share * (predicted_bytes(plan) - head_bytes) > bracket.limit:
+            return  # not even if the head, which may fuse, took half of what the least needs
         for _ in range(BY_HAND):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))

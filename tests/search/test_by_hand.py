@@ -136,7 +136,7 @@ def tried(budget, needs, best=None):
     [
         (30, None, ([5, 2], 2)),  # the least shows by how much predictions err
         (37, None, ([5, 2], 2)),
-        (30, 2, ([1], 2)),  # the least of those that recompute less does not fit
+        (30, 2, ([], 2)),  # nothing that recomputes less may fit
         (30, 4, ([3, 2], 2)),
         (9, None, ([5], None)),  # the least does not fit, and says what would
         (30, 0, ([], 0)),

