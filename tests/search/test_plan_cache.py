@@ -184,9 +184,12 @@ def test_another_process_finds_the_verified_plan(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from test_plan_cache import planned
+pathlib.Path(sys.argv[4], str(os.getpid())).touch()
+while len(os.listdir(sys.argv[4])) < 3:  # none begins before all can
+    time.sleep(0.01)
 replace, calls = os.replace, []
 def kill_in_mid_write(beside, place):
     calls.append(place)
@@ -202,12 +205,15 @@ def test_processes_plan_at_once_and_one_is_killed(tmp_path, priced_runs):
     """Of three processes that plan the same at once one is killed: the others plan, and the next finds their plan."""
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", KILLED, str(here), str(tmp_path)]
-    processes = [subprocess.Popen([*command, n], env=env, stdout=subprocess.PIPE, text=True) for n in ("3", "0", "0")]
+    ready, cache = tmp_path / "ready", tmp_path / "cache"
+    ready.mkdir()
+    command = [sys.executable, "-c", KILLED, str(here), str(cache)]
+    processes = [subprocess.Popen([*command, n, str(ready)], env=env, stdout=subprocess.PIPE, text=True)
+                 for n in ("1", "0", "0")]  # fmt: skip
     said = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [-signal.SIGKILL, 0, 0]
-    assert len(list(tmp_path.rglob("*.tmp"))) == 1
-    found = planned(budget=0.8, cache=tmp_path)
+    assert len(list(cache.rglob("*.tmp"))) == 1
+    found = planned(budget=0.8, cache=cache)
     assert priced_runs == []
     assert said[0] == ""
     for text in said[1:]:
