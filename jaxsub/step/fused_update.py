@@ -192,7 +192,7 @@ def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]
         try:
             axis = follow_all(behind, known, step.outputs, seeds, 0, late)
         except NotIndependent as refused:
-            lost = step.reads_all(place, _carrying(refused.eqn, behind), seeds) or seeds
+            lost = step.reads_all(place, refused.eqn.invars, seeds) or seeds
             whole.append(Whole(sum(aval_bytes(v.aval) for v in lost), _reason(refused)))
             seeds = [v for v in seeds if v not in lost]
             continue
@@ -208,11 +208,6 @@ def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]
 def _reason(refused: NotIndependent) -> str:
     line = compat.source_of(refused.eqn)
     return f"`{refused.eqn.primitive.name}`{f' at {line}' if line else ''} needs all of them: {refused.reason}"
-
-
-def _carrying(eqn: Any, behind: Sequence[Any]) -> Sequence[Any]:
-    """What an equation that forbids the axis reads; where it stands inside another, what that reads."""
-    return next((e.invars for e in behind if e is eqn), eqn.invars)
 
 
 def _is_gradient(step: _Flat, place: int) -> bool:
