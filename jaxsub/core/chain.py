@@ -277,6 +277,17 @@ class Chain:
         """What running stages `start .. stop - 1` forward allocates when nothing inside is kept."""
         return max(int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop))
 
+    def kept_bytes(self, run: Run) -> int:
+        """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
+        if run.children:
+            return sum(s.hoisted_bytes for s in self.stages[run.start : run.stop])
+        if run.option is not None:
+            return run.option.saved_bytes
+        inside = sum(self.stages[s].keep_bytes for s in range(run.start, run.stop))
+        crossing = int(self.crossing_bytes[run.start, run.stop])
+        made = sum(int(self.crossing_bytes[s, s + 1]) for s in range(run.start, run.stop))
+        return inside + max(0, made - crossing)
+
     def plain(self) -> tuple[Run, ...]:
         """The runs of no rematerialisation at all: every stage unwrapped."""
         return tuple(Run(s, s + 1) for s in range(len(self.stages)))

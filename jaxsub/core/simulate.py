@@ -1,7 +1,7 @@
-"""A planner's runs, replayed in exact bytes: what they need, and what they execute again.
+"""Predict what a planner's runs cost: the peak in exact bytes, and the FLOPs that they recompute.
 
 A chain and runs that cover its stages go in; out comes the peak of what the compiler will allocate beside arguments and
-outputs, and the FLOPs of what is executed again. `jaxsub.core.timeline` tells the same story step by step.
+outputs (the largest of `jaxsub.core.timeline`'s steps), and the FLOPs of what is recomputed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Option, Prediction, Run
 from jaxsub.core.errors import PlannerError
-from jaxsub.core.output_reuse import hosted_bytes
+from jaxsub.core.timeline import stage_timeline
 
 
 def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
@@ -71,8 +71,9 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
         12
     """
     check_runs(chain, runs)
-    peak, at = max(_peaks(chain, runs, stored=0, held=0, is_top=True))
-    found = Prediction(int(peak), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
+    replay = stage_timeline(chain, runs)
+    live, at = replay.live_bytes, replay.steps[replay.peak_step].start
+    found = Prediction(max(live), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
     if not chain.seconds_origin:
         return found
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
@@ -111,54 +112,3 @@ def _untimed(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> Iterator
             continue
         if not run.option.loops and not run.option.recompute_seconds:
             yield chain.stages[run.start].start, chain.stages[run.stop - 1].stop, run.option.saved
-
-
-def _peaks(chain: Chain, runs: Sequence[Run], stored: int, held: int, is_top: bool) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, stage) at every forward and backward step of the runs.
-
-    `stored` is what stands around the scope, its own input included; `held` the cotangents at its end. The last run
-    of a scope starts its backward pass at once, so its forward pass is part of its transient.
-    """
-    before = []
-    hosted = hosted_bytes(chain, runs) if is_top else ()
-    for position, run in enumerate(runs):
-        before.append(stored)
-        is_last = position == len(runs) - 1
-        if not is_last or run.children:
-            yield stored + held + chain.region_forward_bytes(run.start, run.stop), run.start
-        stored += int(chain.crossing_bytes[run.start, run.stop]) + kept_bytes(chain, run)
-        stored -= sum(hosted[position]) if is_top else 0
-    for position, run in reversed(list(enumerate(runs))):
-        is_last = position == len(runs) - 1
-        if run.children:
-            held_inside = chain.held_bytes(run.stop)
-            yield from _peaks(chain, run.children, before[position], held_inside, is_top=False)
-            continue
-        for stage, transient, stored_inside in _backward(chain, run, is_last):
-            around = int(chain.passing_bytes[stage, run.stop if run.option else stage + 1])
-            yield before[position] + stored_inside + transient + around, stage
-
-
-def kept_bytes(chain: Chain, run: Run) -> int:
-    """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
-    if run.children:
-        return sum(s.hoisted_bytes for s in chain.stages[run.start : run.stop])
-    if run.option is not None:
-        return run.option.saved_bytes
-    inside = sum(chain.stages[s].keep_bytes for s in range(run.start, run.stop))
-    crossing = int(chain.crossing_bytes[run.start, run.stop])
-    made = sum(int(chain.crossing_bytes[s, s + 1]) for s in range(run.start, run.stop))
-    return inside + max(0, made - crossing)
-
-
-def _backward(chain: Chain, run: Run, is_last: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (stage, transient, stored inside the run before it) for each backward step of a region or unwrapped run."""
-    if run.option is not None:
-        yield run.start, run.option.transient_bytes, 0
-        return
-    stored = 0
-    for s in range(run.start, run.stop):
-        stage = chain.stages[s]
-        at_once = is_last and s == run.stop - 1
-        yield s, stage.transient_bytes if at_once else stage.keep_transient_bytes, stored
-        stored += stage.keep_bytes + int(chain.crossing_bytes[s, s + 1])

@@ -1,10 +1,9 @@
 """What stands in memory while a plan runs: each step of the forward and backward pass, and what is stored meanwhile.
 
-A chain and a planner's runs go in, a `StageTimeline` comes out. It tells the same story as
-`jaxsub.core.simulate.predict`, whose largest figure is the peak: the most of `live_bytes` is `Prediction.temp_bytes`,
-to the byte. Time is counted in FLOPs, a backward pass as two forward passes; all steps together take three forward
-passes and the plan's `extra_flops`. The pass of a scope's last run turns round at once: its forward and its backward
-pass are one step.
+A chain and a planner's runs go in, a `StageTimeline` comes out; the most of its `live_bytes` is what
+`jaxsub.core.simulate.predict` says of them. Time is counted in FLOPs, a backward pass as two forward passes; all steps
+together take three forward passes and the plan's `extra_flops`. The pass of a scope's last run turns round at once: its
+forward and its backward pass are one step.
 
 `name_pieces` puts the user's names, shapes and source lines to what is stored. Plain data, no JAX.
 """
@@ -19,7 +18,6 @@ from typing import Any
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import hosted_bytes
-from jaxsub.core.simulate import kept_bytes
 
 BACKWARD_FORWARDS = 2.0
 """A backward pass takes about as long as two forward passes: one product for each of a layer's two gradients."""
@@ -202,7 +200,10 @@ def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
 
 @dataclass
 class _Replay:
-    """The steps in the order in which `jaxsub.core.simulate.predict` counts them."""
+    """Steps, stored pieces and spans, in the order in which a program runs them.
+
+    The last run of a scope starts its backward pass at once, so its forward pass is part of its transient.
+    """
 
     chain: Chain
     steps: list[Step] = field(default_factory=list)
@@ -243,7 +244,7 @@ class _Replay:
         """What a run leaves behind between its two passes, beside what lies in the places of outputs."""
         chain = self.chain
         values = run.option.saved if run.option is not None else ()
-        kept = kept_bytes(chain, run) - hosted[1]
+        kept = chain.kept_bytes(run) - hosted[1]
         kind = "kept" if run.option is None else "saved" if kept >= 0 else "moved"
         for name, n_bytes, made in (
             ("crossing", int(chain.crossing_bytes[run.start, run.stop]) - hosted[0], ()),

@@ -16,7 +16,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Item, Run
 from jaxsub.core.decisions import Inside
 from jaxsub.core.plan import plan_from_runs
-from jaxsub.core.simulate import extra_flops, kept_bytes, may_nest, predict
+from jaxsub.core.simulate import extra_flops, may_nest, predict
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import FEW_COSTLY, find_cuts
 from jaxsub.partition.inner_programs import find_nested
@@ -90,7 +90,7 @@ def _kept(chain: Chain) -> Iterator[BodyPlan]:
             runs = (*runs[:-1], chain.recompute(last))
         kept, stored = 0, 0
         for run in runs:
-            kept += kept_bytes(chain, run)
+            kept += chain.kept_bytes(run)
             stored += int(chain.crossing_bytes[run.start, run.stop])
         # what crosses the last cut are the body's results: they stand anyway
         stored -= int(chain.crossing_bytes[runs[-1].start, runs[-1].stop])
