@@ -14,7 +14,8 @@ import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
-core: __init__ errors wrapped budget graph decisions codec chain output_reuse timeline simulate folder disk_cache plan
+core: __init__ tuning errors wrapped budget graph decisions codec chain output_reuse timeline simulate folder disk_cache
+    plan
 allocator: gradient allocation __init__
 planners: memo cheap milp_model milp_nested quantize dp_tables select baselines chen recursive
     revolve split_regions optimal auto milp __init__

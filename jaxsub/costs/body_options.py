@@ -11,25 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Item, Run
 from jaxsub.core.decisions import Inside
 from jaxsub.core.plan import plan_from_runs
 from jaxsub.core.simulate import extra_flops, may_nest, predict
+from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.cuts import FEW_COSTLY, find_cuts
+from jaxsub.partition.cuts import find_cuts
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.planners.optimal import solve
 
+T = TypeVar("T")
 BodyChain = Callable[[Program, tuple[int, ...]], Chain]
 """Prices a body cut into stages."""
-
-MOST_PLANS = 8
-"""Plans of either kind that are offered."""
-
-LESS = 0.85
-"""A plan that executes more again is offered if it needs less than this share of the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class BodyPlan:
 def body_cuts(body: Program) -> tuple[int, ...]:
     """Where to cut a body; nowhere if it is too small for a plan of its own to buy anything."""
     nested = find_nested(body)
-    if not nested and sum(node.is_costly for node in body.graph.nodes) < FEW_COSTLY:
+    if not nested and sum(node.is_costly for node in body.graph.nodes) < TUNING.few_costly:
         return (0, len(body.eqns))
     return find_cuts(body.graph, required={node + after for node in nested for after in (0, 1)})
 
@@ -108,7 +105,16 @@ def _thinned(found: Iterator[BodyPlan]) -> list[BodyPlan]:
     steps: list[BodyPlan] = []
     for plan in sorted(found, key=lambda p: (p.again_flops, p.kept_bytes + p.transient_bytes)):
         need = plan.kept_bytes + plan.transient_bytes
-        if not steps or need < LESS * (steps[-1].kept_bytes + steps[-1].transient_bytes):
+        if not steps or need < TUNING.much_less * (steps[-1].kept_bytes + steps[-1].transient_bytes):
             steps.append(plan)
-    chosen = sorted({round(i * (len(steps) - 1) / (MOST_PLANS - 1)) for i in range(MOST_PLANS)}) if steps else []
-    return [steps[i] for i in chosen]
+    return evenly(steps, TUNING.body_plans)
+
+
+def evenly(found: Sequence[T], n: int) -> list[T]:
+    """Choose at most `n`, the first and the last among them, at equal distances.
+
+    Example:
+        >>> evenly("abcdefg", 4)
+        ['a', 'c', 'e', 'g']
+    """
+    return [found[i] for i in sorted({round(i * (len(found) - 1) / (n - 1)) for i in range(n)})] if found else []

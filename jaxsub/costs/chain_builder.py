@@ -16,6 +16,7 @@ from jaxsub.core.chain import Chain, Item, Option, Stage
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
 from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.cond_options import BranchChoice, branch_choices
 from jaxsub.costs.dead_inputs import spent_crossings, spent_inputs
@@ -27,12 +28,9 @@ from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.cuts import FEW_STAGES, block_ends, find_crossings, kind_of, spans_of
+from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.partition.min_cut import Choice, TracedRun, choices, trace_run, worth_marking
-
-REGION_SIZES = (2, 4, 8)
-"""Stages in the multi-stage regions that are offered to planners."""
 
 Kind = str
 Zeros = frozenset[Shape]
@@ -78,7 +76,7 @@ class Pricer:
         self._loops = frozenset(find_nested(self.program))
         self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)
 
-    def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = REGION_SIZES) -> Chain:
+    def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = TUNING.region_sizes) -> Chain:
         """Price stages and regions.
 
         Args:
@@ -134,7 +132,7 @@ class Pricer:
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Single stages, and longer regions of kinds that occur more than once, or of few stages: worth a trace."""
         count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
-        is_short = len(cuts) - 1 <= FEW_STAGES
+        is_short = len(cuts) - 1 <= TUNING.few_stages
         worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
         return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
 

@@ -28,33 +28,21 @@ from functools import partial
 from typing import Any
 
 from jaxsub.core.decisions import Inside, Loop, saving_in_nests
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
-from jaxsub.costs.body_options import BodyChain, body_plans
+from jaxsub.costs.body_options import BodyChain, body_plans, evenly
 from jaxsub.devices.targets import Target
 from jaxsub.emission.scan_rotation import best_place, rotated
-from jaxsub.emission.scan_unrolling import MOST_EQUATIONS, unrolled
+from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
-from jaxsub.partition.cuts import FEW_COSTLY
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import TracedRun, choices, trace_run
 
-RATIOS = (math.sqrt(2), 2.0, 4.0)
-"""Between neighbouring sizes of blocks that are tried, for one, two and three levels of blocks."""
-
-KEPT_SHARES = tuple(i / 12 for i in range(1, 12))
-"""Shares of the steps that may stand outside all blocks and keep what they make."""
-
-INNER_RANKS = 4
-"""Ways to run the loops inside a body that are tried with every way to run the loop itself."""
-
 NEAR_FLOPS = 0.01
 """Choices are compared among those whose FLOPs executed again differ by less than this share of the most."""
-
-MUCH_LESS = 0.85
-"""Steps are written out only where that needs less than this share of what a loop does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +125,7 @@ def _written_out(program: Program, node: int, body_chain: BodyChain) -> Iterator
     """All steps of a short loop one after the other, planned like any program."""
     eqn, body = program.eqns[node], body_program(program, node)
     (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
-    if find_loops(body) or length * len(body.eqns) > MOST_EQUATIONS:
+    if find_loops(body) or length * len(body.eqns) > TUNING.unrolled_equations:
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
     forward = sum(n.flops for n in steps.graph.nodes)
@@ -149,8 +137,8 @@ def _written_out(program: Program, node: int, body_chain: BodyChain) -> Iterator
 
 def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:
     """Whether no other that executes as little again needs about as little: what is written out compiles longer."""
-    return not any(c.again_flops <= choice.again_flops and MUCH_LESS * c.kept_bytes <= choice.kept_bytes
-                   and MUCH_LESS * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
+    return not any(c.again_flops <= choice.again_flops and TUNING.much_less * c.kept_bytes <= choice.kept_bytes
+                   and TUNING.much_less * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
 
 
 def _bodies(program: Program, node: int, body_chain: BodyChain | None, gpu: Target | None) -> Iterator[_Body]:
@@ -162,7 +150,8 @@ def _bodies(program: Program, node: int, body_chain: BodyChain | None, gpu: Targ
     ys_bytes = sum(aval_bytes(v.aval) for v in body.outvars[n_carry:])
     carry_bytes = sum(aval_bytes(v.aval) for v in body.outvars[:n_carry])
     n_costly = sum(n.is_costly for n in body.graph.nodes)
-    if begin and n_costly < FEW_COSTLY and not find_loops(body) and length > FEW_COSTLY and ys_bytes <= carry_bytes / 4:
+    is_small = n_costly < TUNING.few_costly < length and ys_bytes <= carry_bytes / 4
+    if begin and is_small and not find_loops(body):
         turned = rotated(body, n_consts, n_carry, begin)
         found = _body(turned.body, node, length - 1, (n_consts, turned.n_carry), None, gpu)
         yield replace(found, begin=begin)
@@ -214,13 +203,12 @@ def _inner_loops(body: Program, gpu: Target | None) -> list[tuple[Loop, ...]]:
 
 
 def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
-    """Of ways that keep no tail those with less and less transient memory, at most `INNER_RANKS`."""
+    """Of ways that keep no tail those with less and less transient memory, at most `Tuning.inner_ranks`."""
     steps: list[LoopChoice] = []
     for c in found:
         if not c.loop.kept_steps and (not steps or c.transient_bytes < 0.8 * steps[-1].transient_bytes):
             steps.append(c)
-    chosen = {round(i * (len(steps) - 1) / (INNER_RANKS - 1)) for i in range(INNER_RANKS)} if steps else set()
-    return [steps[i].loop for i in sorted(chosen)]
+    return [choice.loop for choice in evenly(steps, TUNING.inner_ranks)]
 
 
 def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_consts: int, n_carry: int,
@@ -259,7 +247,7 @@ def _flops(traced: TracedRun) -> float:
 def _block_sizes(length: int) -> list[tuple[int, ...]]:
     """No blocks, and blocks up to three levels deep."""
     found: list[tuple[int, ...]] = [()]
-    for depth, ratio in enumerate(RATIOS, 1):
+    for depth, ratio in enumerate(TUNING.block_ratios, 1):
         steps = range(1, 1 + int(math.log(length, ratio)))
         sizes = sorted({_near(length / ratio**k, length) for k in steps}, reverse=True)
         found += itertools.combinations([b for b in sizes if 1 < b < length], depth)
@@ -289,7 +277,7 @@ def _tails(body: _Body) -> list[_Step]:
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
     """All steps in blocks but the last ones, with no remainder: two blocks at least."""
     size = blocks[0] if blocks else 1
-    wanted = {body.length % size + size * round(share * body.length / size) for share in KEPT_SHARES}
+    wanted = {body.length % size + size * round(share * body.length / size) for share in TUNING.kept_shares}
     for tail in _tails(body):
         for kept_steps in sorted(k for k in wanted if 0 < k <= body.length - 2 * size):
             yield _choice(body, step, blocks, kept_steps, tail)

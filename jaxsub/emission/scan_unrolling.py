@@ -20,9 +20,6 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of
 
-MOST_EQUATIONS = 512
-"""Equations of steps that may be written out as one program; it is traced, planned and compiled as such."""
-
 
 def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, reverse: bool) -> Program:
     """Several steps of a loop as one: a program of constants, carry and stacked slices of xs, in this order.

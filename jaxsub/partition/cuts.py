@@ -22,19 +22,7 @@ import numpy as np
 
 from jaxsub.core.chain import Crossing
 from jaxsub.core.graph import Graph, Node
-
-MAX_STAGES = 256
-"""More stages than this gain little and cost planning time, which grows with their cube."""
-
-REGION_EQUATIONS = 500
-"""Most equations in a region of several stages where stages were merged for being too many: each is several blocks,
-whose own cut is nearly as good, and to trace gradients of more is what planning would spend its time on."""
-
-FEW_STAGES = 8
-"""Up to so many stages every run of them may stand as one region, and is looked at more closely."""
-
-FEW_COSTLY = 4
-"""With fewer costly nodes than this a program is cut between all nodes that compute anything."""
+from jaxsub.core.tuning import TUNING
 
 FUSED = frozenset(
     "convert_element_type add add_any sub mul div neg max min exp log log1p abs sign square integer_pow pow sqrt rsqrt "
@@ -48,7 +36,7 @@ draw their own dropout, or read their own part of stacked weights."""
 
 
 def find_cuts(
-    graph: Graph, *, window: int = 2, max_stages: int = MAX_STAGES, required: Iterable[int] = ()
+    graph: Graph, *, window: int = 2, max_stages: int = TUNING.most_stages, required: Iterable[int] = ()
 ) -> tuple[int, ...]:
     """Choose the nodes in front of which to cut.
 
@@ -70,7 +58,7 @@ def find_cuts(
     live = live_bytes(graph)
     last = max((n.index for n in graph.nodes if any(graph.values[v].is_differentiated for v in n.outputs)), default=0)
     costly = [n.index for n in graph.nodes if n.is_costly]
-    if len(costly) < FEW_COSTLY:
+    if len(costly) < TUNING.few_costly:
         costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
     candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
     candidates = unfused_cuts(graph, [p for p in candidates if p <= last])
@@ -198,11 +186,11 @@ def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> 
         sizes: How many stages, or blocks, those of several have.
     """
     n = len(cuts) - 1
-    sizes = range(2, n) if sizes and n <= FEW_STAGES else sizes
+    sizes = range(2, n) if sizes and n <= TUNING.few_stages else sizes
     spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
     spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
-    if n >= MAX_STAGES:
-        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= REGION_EQUATIONS]
+    if n >= TUNING.most_stages:
+        spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= TUNING.region_equations]
     return list(dict.fromkeys(spans))
 
 

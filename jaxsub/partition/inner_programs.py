@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.trace import Program, aval_bytes
-from jaxsub.partition.cuts import FEW_COSTLY
 
 LEAST_SHARE = 0.01
 """Equations that make less than this share of all bytes a program makes run as they are."""
@@ -80,7 +80,7 @@ def _made_bytes(eqn: Any) -> int:
 def _is_deep(branch: Any) -> bool:
     """Whether a branch has enough arithmetic to be cut into stages, or a loop."""
     eqns = list(_everywhere(branch))
-    return sum(map(is_costly, eqns)) >= FEW_COSTLY or any(e.primitive.name == "scan" for e in eqns)
+    return sum(map(is_costly, eqns)) >= TUNING.few_costly or any(e.primitive.name == "scan" for e in eqns)
 
 
 def _everywhere(jaxpr: Any) -> Iterator[Any]:

@@ -27,23 +27,20 @@ from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.output_reuse import most_hosted
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.simulate import extra_flops, predict
+from jaxsub.core.tuning import TUNING
 from jaxsub.planners.dp_tables import Tables, depth, tables_of
 from jaxsub.planners.memo import Answer
-from jaxsub.planners.select import FEWER, infeasible
+from jaxsub.planners.select import infeasible
 from jaxsub.planners.split_regions import in_pieces
 
 HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
 RUNG = 0.8  # each scale's most over the one before: budgets get between this share of the slots and all of them
 OVERLAP = 1.12  # near a rung both scales are asked, so that rounding cannot make a larger budget slower
-FEW_STAGES = 64  # from here on tables with a bound on nesting, one for every level, get fewer slots
 COARSER = 3  # times fewer, and as many for finding a scale
 BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this share, mostly
 KEPT_TABLES = 3  # scales whose tables are kept
-NATURAL_SHARE = 0.9  # of a forward pass may be executed again without a budget; the last tenth would buy little
 LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
-LONG = 64  # from so many stages on a chain is long: its many steps and regions are what takes time
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
-DEEPEST = 12  # JAX traces each level of nesting in about 17 of the 1,000 calls deep that Python allows
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 FLOOR = 0.6  # of a scale's most bytes: of long chains less is filled in only where it is asked for
 DOUBLINGS = 12  # tables are filled to a forward pass executed again, or the half of it, so many times
@@ -90,7 +87,7 @@ class Solution:
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         if found:
             runs = self._simplest(found)
-            return runs if len(self.chain.stages) >= LONG else in_pieces(self.chain, runs)
+            return runs if len(self.chain.stages) >= TUNING.long_chain else in_pieces(self.chain, runs)
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
@@ -99,14 +96,14 @@ class Solution:
     def _most_flops(self, found: Sequence[tuple[tuple[Run, ...], Prediction]], budget_bytes: int) -> float:
         """What runs beside these may execute again to be taken: of long chains tables need not hold more."""
         fitting = [p.extra_flops + EQUAL * p.forward_flops for _, p in found if p.temp_bytes <= budget_bytes]
-        return min(fitting, default=math.inf) if len(self.chain.stages) >= LONG else math.inf
+        return min(fitting, default=math.inf) if len(self.chain.stages) >= TUNING.long_chain else math.inf
 
     def _simplest(self, found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
         """The cheapest runs; of a long chain others as good as cheap that need no more, in clearly fewer regions."""
         runs, best = found[0]
-        for others, other in found[1:] if len(self.chain.stages) >= LONG else ():
+        for others, other in found[1:] if len(self.chain.stages) >= TUNING.long_chain else ():
             is_equal = other.extra_flops <= best.extra_flops + EQUAL * best.forward_flops
-            if is_equal and other.temp_bytes <= best.temp_bytes and _regions(others) <= FEWER * _regions(runs):
+            if is_equal and other.temp_bytes <= best.temp_bytes and _regions(others) <= TUNING.fewer * _regions(runs):
                 runs = others
         return runs
 
@@ -116,7 +113,7 @@ class Solution:
 
     def natural(self) -> tuple[Run, ...]:
         """The runs with the least predicted peak that execute at most one forward pass again: the paper's default."""
-        return self._least(NATURAL_SHARE * self.chain.forward_flops)
+        return self._least(TUNING.natural_share * self.chain.forward_flops)
 
     def frontier(self, points: int = 24) -> tuple[tuple[int, float, tuple[Run, ...]], ...]:
         """Predicted bytes, extra FLOPs and runs of plans none of which is better in both, bytes rising.
@@ -163,7 +160,7 @@ class Solution:
         at fixed places, then those above the first that fits. Their distance is odd: what outputs can host may change
         with every second or fourth step, and steps of one kind alone would hide those that fit.
         """
-        above, coarse = reach * HEADROOM, 2 * (len(self.chain.stages) // LONG) + 1
+        above, coarse = reach * HEADROOM, 2 * (len(self.chain.stages) // TUNING.long_chain) + 1
         for stride in (1,) if reach == budget_bytes else dict.fromkeys((coarse, 1)):
             for runs, prediction, n_bytes in self._steps(rung, above, stride=stride, most_flops=most_flops):
                 if prediction.temp_bytes <= budget_bytes:
@@ -194,7 +191,7 @@ class Solution:
         while len(self._filled) >= KEPT_TABLES:
             self._filled.pop(next(iter(self._filled)))
         most_bytes = math.ceil(self._most_bytes(rung) * HEADROOM)
-        is_long = is_coarse or (is_bounded and len(self.chain.stages) > FEW_STAGES)
+        is_long = is_coarse or (is_bounded and len(self.chain.stages) > TUNING.long_chain)
         slots, max_depth = self.slots // (COARSER if is_long else 1), self.max_depth if is_bounded else None
         steps = (self.chain.forward_flops / 2**i for i in reversed(range(DOUBLINGS)))
         most_flops = next((flops for flops in steps if flops >= most_flops), math.inf)
@@ -228,7 +225,7 @@ class Solution:
         is_bounded: bool,
     ) -> Iterator[tuple[Tables, int]]:  # fmt: skip
         """Yield tables and the slots to look at in them, for falling memory; long chains' least come in tables anew."""
-        is_long = points is None and len(self.chain.stages) >= LONG
+        is_long = points is None and len(self.chain.stages) >= TUNING.long_chain
         for is_floored in (True, False) if is_long else (False,):
             tables = self._tables(rung, is_bounded, is_floored=is_floored, most_flops=most_flops)
             every = (int(m) for m in tables.steps(math.inf)[::-1][::stride])
@@ -270,7 +267,7 @@ def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
     return pair[0]
 
 
-def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = DEEPEST) -> Solution:
+def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = TUNING.deepest) -> Solution:
     """Solve a chain for all budgets up to a most.
 
     Args:
@@ -301,7 +298,7 @@ class Optimal:
     """
 
     slots: int = 500
-    max_depth: int = DEEPEST
+    max_depth: int = TUNING.deepest
 
     def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
         """Plan a chain.

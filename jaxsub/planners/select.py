@@ -13,13 +13,10 @@ from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.simulate import predict
+from jaxsub.core.tuning import TUNING
 
 Priced = tuple[tuple[Run, ...], Prediction]
 """Runs that cover a chain, and what they cost."""
-
-ALIKE, FEWER = 0.01, 0.8
-"""Of two plans whose FLOPs differ by no more than the first share, one with at most the second of the regions is
-preferred if it needs no more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ def is_better(plan: Plan, than: Plan) -> bool:
     that execute the same it is the one of less memory.
     """
     (work, again), (other_work, other_again) = _work(plan), _work(than)
-    if abs(work - other_work) <= ALIKE * min(work, other_work):
+    if abs(work - other_work) <= TUNING.alike * min(work, other_work):
         if _is_simpler(plan, than):
             return True
         if _is_simpler(than, plan):
@@ -103,7 +100,7 @@ def is_better(plan: Plan, than: Plan) -> bool:
 
 def _is_simpler(plan: Plan, than: Plan) -> bool:
     """Whether a plan has clearly fewer regions, and needs no more."""
-    is_fewer = plan.n_regions < than.n_regions and plan.n_regions <= FEWER * than.n_regions
+    is_fewer = plan.n_regions < than.n_regions and plan.n_regions <= TUNING.fewer * than.n_regions
     return is_fewer and _needed(plan) <= _needed(than)
 
 

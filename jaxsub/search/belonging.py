@@ -14,9 +14,10 @@ from typing import Any
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Way, walk
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
+from jaxsub.core.tuning import TUNING
 from jaxsub.emission.folding import in_slices
 from jaxsub.emission.scan_rotation import rotated
-from jaxsub.emission.scan_unrolling import MOST_EQUATIONS, unrolled
+from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, branch_programs
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
@@ -125,7 +126,7 @@ def _way_faults(program: Program, way: Way) -> Iterator[str]:
 def _loop_faults(program: Program, eqn: Any, loop: Loop) -> Iterator[str]:
     """What is wrong with numbers of steps; then, where those are right, with what is inside a step."""
     length, body = int(eqn.params["length"]), body_program(program, loop.node)
-    most = max(MOST_EQUATIONS, len(body.eqns))
+    most = max(TUNING.unrolled_equations, len(body.eqns))
     if loop.unrolled < 1 or length % loop.unrolled or loop.unrolled * len(body.eqns) > most:
         yield f"{loop.unrolled} of {length} steps cannot be written out as one"
         return

@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-SHARE = 0.1
-"""The next lies at least this share of the bracket away from either end: a line that is nearly flat says little."""
-
-LEAP = 16
-"""Without a slope, how many times larger the next is at most: bytes of very small batches say little of large ones."""
+from jaxsub.core.tuning import TUNING
 
 
 @dataclass(slots=True)
@@ -67,7 +63,7 @@ class Bracket:
         if b <= a:
             return None
         share = (self.limit - at_a) / (at_b - at_a) if at_b > at_a and abs(self._same) < 2 else 0.5
-        return a + min(1 - SHARE, max(SHARE, share)) * (b - a)
+        return a + min(1 - TUNING.bracket_share, max(TUNING.bracket_share, share)) * (b - a)
 
     def _beyond(self, end: tuple[float, float]) -> float:
         """Where the line through one end meets the limit; of several misses the worst is taken to repeat itself."""
@@ -81,7 +77,7 @@ class Bracket:
             met = quantity + (self.limit - n_bytes) / slope if slope > 0 else 2 * quantity
         else:
             met = quantity * self.limit / max(n_bytes, 1)
-        return min(met, LEAP * quantity) if self.low else met
+        return min(met, TUNING.bracket_leap * quantity) if self.low else met
 
 
 def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
@@ -107,6 +103,6 @@ def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 
         low = int(seen.low[0]) if seen.low else 0
         if seen.high is not None and seen.high[0] - low <= unit:
             return low
-        most = int(seen.high[0]) - unit if seen.high else LEAP * low
+        most = int(seen.high[0]) - unit if seen.high else TUNING.bracket_leap * low
         wanted = int(seen.following() or 0) // unit * unit
         batch = min(max(wanted, low + unit), most)

@@ -8,8 +8,9 @@ than that, and before any refusal. When none fits, the least plans are tried, on
 predicted lowest; the least of all that was measured is what `InfeasibleBudgetError` says, and asking for it finds the
 same plans.
 
-At most `MOST_COMPILES` whole programs are compiled, and `BY_HAND` more of plans by hand. No clock decides that a budget
-is refused, nor anything else unless `max_seconds` is given: every host of a cluster must come to the same plan.
+At most `Tuning.most_compiles` whole programs are compiled, and `Tuning.by_hand_compiles` more of plans by hand. No
+clock decides that a budget is refused, nor anything else unless `max_seconds` is given: every host of a cluster must
+come to the same plan.
 """
 
 from __future__ import annotations
@@ -22,39 +23,12 @@ from dataclasses import dataclass
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.candidates import GAIN, NEARLY, Candidates, Way, predicted_bytes, recomputed_share
+from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
 from jaxsub.search.verify import Verifier, finish, peak_line, standing
-
-MOST_COMPILES = 6
-LONG_EQUATIONS = 10_000
-"""Programs with more equations are not compiled again only to look for something better than what fits."""
-
-MARGIN = 0.003
-"""Share of the budget to aim below it: without it the search creeps up on the budget and misses by as much."""
-
-HALF, ERROR = 0.5, 1.2
-"""Where more than the first share of a forward pass is recomputed, least plans of other partitions are tried that are
-predicted to need no more than the second times the budget: by as much predictions err at worst."""
-
-LEASTS = 2
-"""How many least plans are compiled before a refusal: of partitions that may hold the least, or of one partition the
-plan that needs nearly the least too, which may recompute far less, and be packed better."""
-
-PACKING = 0.12
-"""Partitions on which the least is predicted within this share of the lowest may hold the least: by as much the
-compiler's packing of buffers adds to what is alive."""
-
-NEAR, FAR = 1.05, 1.7
-"""Where the plain program is predicted to need no more than the first times the budget it is compiled before any plan;
-up to the second where plans recompute something; beyond it never. Predictions err by 3 % in the median and by less than
-30 % at worst (`examples/results/prediction`); of a few small layers, where XLA reuses buffers, by two thirds."""
-
-BETWEEN, APART = 2, 0.01
-"""How many plans are tried before a refusal, of those between what the least is predicted to need and what it does,
-where these are this share apart."""
 
 NAMED_HOLDERS = 4
 """How many of what stands at the peak are named where nothing fits."""
@@ -69,15 +43,11 @@ class Effort:
         max_seconds: After how many seconds nothing better is looked for; a plan that fits is looked for all the same.
     """
 
-    gain: float = GAIN
+    gain: float = TUNING.compile_gain
     max_seconds: float = math.inf
 
 
-BY_HAND = 4
-"""How many plans by hand are compiled: the one predicted least, then the cheapest that fit by what was measured: what
-plans by hand have in common, as a loss head, errs alike."""
-
-EFFORTS = {"low": math.inf, "default": GAIN}
+EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 """By name, what a plan must be predicted to spare to be worth a compile."""
 
 
@@ -101,7 +71,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     """
     began = time.monotonic()
     plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)
-    if predicted_bytes(plain) <= NEAR * budget_bytes or verifier.is_known(verifier.empty()):
+    if predicted_bytes(plain) <= TUNING.plain_near * budget_bytes or verifier.is_known(verifier.empty()):
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
@@ -115,7 +85,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     search.by_hand(by_hand)
     if search.best is None:
         search.least()
-    if plain.measurement is None and predicted_bytes(plain) <= FAR * search.may_be_plain_below():
+    if plain.measurement is None and predicted_bytes(plain) <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget)
@@ -141,17 +111,17 @@ class _Search:
     def dare(self, ways: Sequence[Way]) -> None:
         """Try least plans that are predicted not to fit, where what fits recomputes much."""
         for way in ways:
-            if self.best is not None and recomputed_share(self.best) > HALF:
-                least = predicted_bytes(self.candidates.plan(way, 1, NEARLY))
-                if self.budget_bytes < least <= ERROR * self.budget_bytes:
+            if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
+                least = predicted_bytes(self.candidates.plan(way, 1, TUNING.least_slack))
+                if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
                     self.run(way, least)
 
     def run(self, way: Way, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
-        bracket = Bracket(self.budget_bytes * (1 - MARGIN), slope=1.0)
+        bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
         before, needed = None, 0
         while True:
-            plan = self.candidates.plan(way, asked, NEARLY)
+            plan = self.candidates.plan(way, asked, TUNING.least_slack)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
@@ -160,7 +130,7 @@ class _Search:
             # below one that does not fit, what is asked for up to here gives no other plan than this
             bracket.add(asked if bracket.high and needed <= self.budget_bytes else predicted, needed)
             following = bracket.following()
-            if following is None or abs(following - asked) < NEARLY * self.budget_bytes:
+            if following is None or abs(following - asked) < TUNING.least_slack * self.budget_bytes:
                 return
             asked = following
 
@@ -169,10 +139,10 @@ class _Search:
         if self.verifier.is_known(plan):
             return True
         if self.best is None:
-            return self.verifier.compiles < MOST_COMPILES - LEASTS
-        is_long = len(self.verifier.program.eqns) > LONG_EQUATIONS
+            return self.verifier.compiles < TUNING.most_compiles - TUNING.least_compiles
+        is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         spared = recomputed_share(self.best) - recomputed_share(plan)
-        if is_long or spared <= self.effort.gain or self.verifier.compiles >= MOST_COMPILES:
+        if is_long or spared <= self.effort.gain or self.verifier.compiles >= TUNING.most_compiles:
             return False
         left = self.effort.max_seconds - (time.monotonic() - self.began)
         return self.verifier.expected_seconds(plan) <= left
@@ -187,17 +157,18 @@ class _Search:
 
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
-        is_long = len(self.verifier.program.eqns) > LONG_EQUATIONS
+        is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain):
             return
         if not (every := make()) or not (left := self._recompute_less(every)):
             return
         share = self.verifier.pricer.share
-        bracket = Bracket(self.budget_bytes * (1 + MARGIN), slope=1.0)  # sizes are round: many a plan fits to the byte
+        # sizes are round: many a plan fits to the byte
+        bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         plan, head_bytes = min(left, key=predicted_bytes), min(map(predicted_bytes, every)) / 2
         if self.best is not None and share * (predicted_bytes(plan) - head_bytes) > bracket.limit:
             return  # not even if the head, which may fuse, took half of what the least needs
-        for _ in range(BY_HAND):
+        for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
@@ -218,9 +189,10 @@ class _Search:
         """Try the planner's least plans, the same whatever the budget is."""
         ways = self.candidates.every()
         found = sorted((predicted_bytes(self.candidates.plan(way, 1)), i) for i, way in enumerate(ways))
-        near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + PACKING)]
-        is_far = found[0][0] > FAR * self.budget_bytes
-        for way, slack in [(way, slack) for slack in (NEARLY, 0.0) for way in near][: 1 if is_far else LEASTS]:
+        near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
+        is_far = found[0][0] > TUNING.plain_far * self.budget_bytes
+        tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
+        for way, slack in tries[: 1 if is_far else TUNING.least_compiles]:
             plan = self.candidates.plan(way, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
@@ -236,8 +208,8 @@ class _Search:
         Before a refusal it is looked at more readily: that no plan needs less than the function as it is helps a user.
         """
         if self.best is None:
-            return int(FAR * _needed(self.least_seen))
-        return self.budget_bytes if recomputed_share(self.best) > GAIN else 0
+            return int(TUNING.plain_far * _needed(self.least_seen))
+        return self.budget_bytes if recomputed_share(self.best) > TUNING.compile_gain else 0
 
     def _between_leasts(self, way: Way) -> None:
         """Look for what needs less than the least plan does, from what that is predicted to need upwards.
@@ -245,15 +217,15 @@ class _Search:
         Packing may add a tenth to the least and nothing to a larger plan.
         """
         low = predicted_bytes(self.candidates.plan(way, 1))
-        for _ in range(BETWEEN):
+        for _ in range(TUNING.between_compiles):
             least = _needed(self.least_seen)
-            if self.best is not None or least - low <= APART * least:
+            if self.best is not None or least - low <= TUNING.between_gap * least:
                 return
             asked = (low + least) // 2
-            plan = self.candidates.plan(way, asked, NEARLY)
+            plan = self.candidates.plan(way, asked, TUNING.least_slack)
             plan = plan.replace(measurement=self.try_(plan))
             self.least_seen = plan if _needed(plan) < least else self.least_seen
-            low = asked if _needed(plan) > (1 - APART) * least else low
+            low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
 
 
 def _regions(plan: Plan) -> object:

@@ -27,6 +27,7 @@ from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Loop, Segment
 from jaxsub.core.graph import Graph
 from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges
 from jaxsub.devices.targets import Target
 from jaxsub.emission.scans import body_program
@@ -35,12 +36,6 @@ from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import Choice, TracedRun, choice_of, choices, finer, trace_run
-
-MOST_EQUATIONS = 10_000
-"""Of larger programs no plans by hand are made: to trace and compile one more of them takes minutes."""
-
-MOST_FLOPS = 0.5
-"""What repeats is taken for the program's blocks where it holds this share of the FLOPs at least."""
 
 NEXT = 4
 """The period is looked for between an equation and the next ones like it: a block has several of most kinds."""
@@ -113,7 +108,7 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
         [('by hand: minimum cut', 4, ()), ('by hand: dots_saveable', 4, ()), ('by hand: full', 4, ())]
     """
     is_loops, pieces = bool(find_loops(program)), tuple(_loops(program) or _blocks(program))
-    if not pieces or len(program.eqns) > MOST_EQUATIONS:
+    if not pieces or len(program.eqns) > TUNING.long_equations:
         return []
     traced: dict[Any, TracedRun] = {}
     for piece in pieces:
@@ -244,7 +239,7 @@ def _repeated(graph: Graph) -> list[tuple[int, int]]:
         start, stop = _longest_run(kinds[period:] == kinds[:-period])
         held = float(flops[stop + period] - flops[start])
         is_more = best is None or held > best[0] * 1.01
-        if stop - start >= period and held >= MOST_FLOPS * flops[-1] and is_more:
+        if stop - start >= period and held >= TUNING.block_flops * flops[-1] and is_more:
             best = held, period, start, stop + period
     if best is None:
         return []

@@ -15,23 +15,9 @@ from jaxsub.core.chain import Chain
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.planners import Planner
-
-GAIN = 0.03
-"""What another compile must spare: this share of a forward pass, 1 % of a gradient's FLOPs."""
-
-FINER = 0.009
-"""What another partition must spare: this share, .3 % of a gradient's FLOPs; more barriers stand in finer ones."""
-
-LARGE = 0.25
-"""Stages whose backward pass takes this share of the budget are cut as finely as any partition cuts them."""
-
-NEARLY = 1e-3
-"""Share of the least predicted peak: a plan that needs so much more may recompute far less than the least."""
-
-FEW_STAGES = 64
-"""Of longer chains only the likeliest partition is looked at where it is predicted to fit: others take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +100,20 @@ class Candidates:
         """The plan without a budget: on the first partition on which it is predicted to need the least, or nearly."""
         plans = [self.plan(Way(cuts), None) for cuts in choices]
         least = min(map(predicted_bytes, plans))
-        return next(plan for plan in plans if predicted_bytes(plan) <= least * (1 + NEARLY))
+        return next(plan for plan in plans if predicted_bytes(plan) <= least * (1 + TUNING.least_slack))
 
     def ranked(self, budget_bytes: int) -> list[Way]:
         """The ways, those first on which least is predicted to be recomputed within a budget.
 
-        The first partition stays first where no other spares more than `FINER`, so a smaller budget never spares more
-        than that. Where nothing fits, those on which the least is lowest come first.
+        The first partition stays first where no other spares more than `Tuning.partition_gain`, so a smaller budget
+        never spares more than that. Where nothing fits, those on which the least is lowest come first.
         """
         first = Way(self.choices[0])
         best = self._rank(first, budget_bytes)
-        if best[0] <= FINER or (best[0] < math.inf and len(first.cuts) > FEW_STAGES + 1):
+        if best[0] <= TUNING.partition_gain or (best[0] < math.inf and len(first.cuts) > TUNING.long_chain + 1):
             return [first]
         others = dict.fromkeys(way for way in self._others(first, budget_bytes) if way != first)
-        ranks = [(best[0] - FINER, best[1]), *(self._rank(way, budget_bytes) for way in others)]
+        ranks = [(best[0] - TUNING.partition_gain, best[1]), *(self._rank(way, budget_bytes) for way in others)]
         ways = [first, *others]
         return [ways[i] for i in sorted(range(len(ways)), key=lambda i: (*ranks[i], i))]
 
@@ -142,7 +128,7 @@ class Candidates:
 
     def _others(self, first: Way, budget_bytes: int) -> Iterator[Way]:
         chain = self.pricer.chain(first.cuts)
-        large = [stage for stage in chain.stages if stage.transient_bytes > LARGE * budget_bytes]
+        large = [stage for stage in chain.stages if stage.transient_bytes > TUNING.large_stage * budget_bytes]
         inside = {cut for other in self.choices for cut in other for s in large if s.start < cut < s.stop}
         yield Way(tuple(sorted({*first.cuts, *inside})))
         yield from self.every()

@@ -21,6 +21,7 @@ from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
 from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
@@ -35,9 +36,9 @@ from jaxsub.planners.memo import Held
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.budget_search import BY_HAND, EFFORTS, MOST_COMPILES, Effort, fit
+from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
-from jaxsub.search.candidates import GAIN, Candidates, recomputed_share
+from jaxsub.search.candidates import Candidates, recomputed_share
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
 from jaxsub.search.progress import Progress, tell
@@ -198,7 +199,7 @@ def _is_promising(
         plan = _in_slices(program, runs, replace(settings, verify=False), target, store)
     except InfeasibleBudgetError:
         return False
-    return recomputed_share(plan) < min(map(recomputed_share, plans)) - GAIN
+    return recomputed_share(plan) < min(map(recomputed_share, plans)) - TUNING.compile_gain
 
 
 def _beside_plain(program: Program, plan: Plan, whole: Plan, settings: Settings, target: Target, store: Store) -> Plan:
@@ -279,7 +280,7 @@ def _whole(program: Program, settings: Settings, target: Target, store: Store) -
         lying = program.avals(), program.shardings, program.differentiated
         pricer = Pricer(program, target, store, step, settings.profile, data_share(*lying), gathered_bytes(*lying),
                         settings.offload)  # fmt: skip
-        verifier = verifying.Verifier(pricer, MOST_COMPILES + BY_HAND)
+        verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
         cuts = verifying.cut_choices(program)

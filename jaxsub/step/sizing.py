@@ -17,23 +17,17 @@ from typing import Any
 
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
 from jaxsub.planners import get
 from jaxsub.planners.memo import Held
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.budget_search import MARGIN, MOST_COMPILES
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import NEARLY, Candidates, Way, predicted_bytes
+from jaxsub.search.candidates import Candidates, Way, predicted_bytes
 from jaxsub.search.pipeline import once
 from jaxsub.search.verify import cut_choices, usual_choices
 from jaxsub.step.fused_update import Findings
-
-SAME = 0.8
-"""Where a step needs this share of what is predicted of its largest function, a byte at a level is one of the step."""
-
-CLOSE = 0.96
-"""A step that fills this share of its memory is close enough: the next compile would gain little."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,10 +186,10 @@ class Sizing:
             return
         plain = self.first.measurement.temp_bytes
         # where functions are spread over devices, a level is worth another number of bytes
-        bracket = Bracket(budget * (1 - MARGIN), slope=1.0 if plain >= SAME * top else None)
+        bracket = Bracket(budget * (1 - TUNING.budget_margin), slope=1.0 if plain >= TUNING.same_step * top else None)
         bracket.add(top, plain)
         level, seen = max(1.0, bracket.following() or top), {id(self.first)}
-        while len(self.attempts) < MOST_COMPILES:
+        while len(self.attempts) < TUNING.most_compiles:
             plans = {key: ladder.at(level) for key, ladder in self.ladders.items()}
             planned = (plan for key, plan in plans.items() if plan is not self.ladders[key].site.own)
             level = max(level, 1.0, *map(predicted_bytes, planned))
@@ -205,11 +199,11 @@ class Sizing:
             seen.add(id(found))
             needed = found.measurement.temp_bytes
             forward = sum(p.prediction.forward_flops for p in plans.values() if p.prediction is not None)
-            if needed <= budget and (needed >= CLOSE * budget or found.extra_flops <= 1e-3 * forward):
+            if needed <= budget and (needed >= TUNING.close_step * budget or found.extra_flops <= 1e-3 * forward):
                 break
             bracket.add(level, needed)
             following = bracket.following()
-            if following is None or abs(following - level) < NEARLY * top:
+            if following is None or abs(following - level) < TUNING.least_slack * top:
                 break
             level = max(1.0, following)
 

@@ -22,10 +22,10 @@ import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Loop
 from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.costs.scan_options import loop_choices
 from jaxsub.devices.targets import get_target
-from jaxsub.emission.scan_unrolling import MOST_EQUATIONS
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.inner_programs import find_loops
 
@@ -96,7 +96,7 @@ def test_written_out_a_loop_needs_what_a_program_without_loops_does():
 
 def test_long_loops_and_little_gains_are_not_written_out():
     """What would be a long program is left a loop, and so is what as a loop needs hardly more."""
-    length = MOST_EQUATIONS // 2 + 1
+    length = TUNING.unrolled_equations // 2 + 1
     long = jnp.tile(WS[:1], (length, 1, 1)), X
     assert not written_out(plain, long)[1]
     program, found = written_out(plain, (WS, jnp.ones((64, 8))))

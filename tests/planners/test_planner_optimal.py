@@ -13,10 +13,11 @@ from machine import Machine, MachineError, all_runs, extra_steps, random_chain, 
 from jaxsub.core.chain import Chain, Crossing, Item, Option, Prediction, Run, Stage
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.simulate import extra_flops, predict
+from jaxsub.core.tuning import TUNING
 from jaxsub.planners import dp_tables as tables
 from jaxsub.planners import optimal
 from jaxsub.planners.dp_tables import depth, tables_of
-from jaxsub.planners.optimal import NATURAL_SHARE, Optimal, solve
+from jaxsub.planners.optimal import Optimal, solve
 from jaxsub.planners.split_regions import in_pieces
 
 MIB = 2**20
@@ -235,7 +236,7 @@ def test_uniform_chains_cost_what_griewank_and_walther_say(n):
 @given(chains())
 def test_natural_plan_is_the_least_memory_for_its_flops(chain):
     """Without a budget it is the least memory among plans that execute no more again than allowed."""
-    allowed = NATURAL_SHARE * chain.forward_flops
+    allowed = TUNING.natural_share * chain.forward_flops
     prediction = Optimal()(chain).prediction
     assert prediction.temp_bytes == min(n_bytes for n_bytes, flops in points(chain) if flops <= allowed + 1e-5)
 

@@ -9,10 +9,11 @@ import pytest
 from jaxsub.core.chain import Chain, Prediction, Stage
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Budget, Measurement, Plan, Segment
+from jaxsub.core.tuning import TUNING
 from jaxsub.search import budget_search
 from jaxsub.search.bracket import Bracket, largest
-from jaxsub.search.budget_search import LONG_EQUATIONS, MOST_COMPILES, Effort, fit
-from jaxsub.search.candidates import FEW_STAGES, FINER, GAIN, Candidates
+from jaxsub.search.budget_search import Effort, fit
+from jaxsub.search.candidates import Candidates
 
 BUDGET = 1_000_000
 
@@ -129,7 +130,7 @@ def test_time_that_is_up_ends_the_search_for_something_better():
     assert fitted(1.0, ((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)), effort=late, seconds=100.0)[1:] == (0.5, 2)
 
 
-@pytest.mark.parametrize(("n_equations", "again", "compiles"), [(LONG_EQUATIONS, 0.4, 3), (20_359, 0.5, 2)])
+@pytest.mark.parametrize(("n_equations", "again", "compiles"), [(TUNING.long_equations, 0.4, 3), (20_359, 0.5, 2)])
 def test_of_a_long_program_the_first_plan_that_fits_is_taken(n_equations, again, compiles):
     """One is looked for however long it takes; what would be better is not."""
     rows = (0.9, 0.94, 0.5), (0.96, 0.98, 0.4), (0.98, 1.02, 0.3)
@@ -141,7 +142,7 @@ def test_the_plain_program_is_compiled_only_where_it_may_fit():
     rows = ((0.9, 0.97, 0.5),)
     assert fitted(1.0, rows) == (0.97, 0.5, 1)
     assert fitted(2.5, rows)[2] == 2
-    assert fitted(2.5, ((0.9, 0.97, GAIN / 2),))[2] == 1
+    assert fitted(2.5, ((0.9, 0.97, TUNING.compile_gain / 2),))[2] == 1
 
 
 def test_the_least_that_is_named_is_met():
@@ -193,12 +194,12 @@ def test_a_budget_far_below_everything_is_refused_after_one_compile():
 
 
 def test_of_partitions_the_first_is_taken_unless_another_spares_enough():
-    """More than `FINER` of a forward pass; of long chains only the first that is predicted to fit is looked at."""
+    """More than `partition_gain` of a forward pass; of long chains only the first that is predicted to fit is tried."""
     ways = ((0.9, 0.9, 0.3), (1.2, 1.2, 0.1)), ((0.6, 0.6, 0.5), (0.8, 0.8, 0.2))
     assert [fitted(share, *ways)[1] for share in (0.7, 0.8, 0.9, 1.0, 1.2)] == [0.5, 0.2, 0.2, 0.2, 0.1]
-    hardly = ways[0], ((0.8, 0.8, 0.3 - FINER / 2),)
+    hardly = ways[0], ((0.8, 0.8, 0.3 - TUNING.partition_gain / 2),)
     assert fitted(1.0, *hardly)[1] == 0.3
-    long = [(k, *range(100, 101 + FEW_STAGES)) for k in range(2)]
+    long = [(k, *range(100, 101 + TUNING.long_chain)) for k in range(2)]
     assert fitted(0.9, *ways, cuts=long)[1] == 0.3
 
 
@@ -210,14 +211,14 @@ def test_more_budget_never_recomputes_more_where_predictions_hold(seed):
             for _ in range(3)]  # fmt: skip
     found = [fitted(share, *ways)[1] for share in np.arange(0.1, 1.0, 0.05)]
     again = [flops for flops in found if flops is not None]
-    assert all(later <= earlier + GAIN for i, earlier in enumerate(again) for later in again[i:])
+    assert all(later <= earlier + TUNING.compile_gain for i, earlier in enumerate(again) for later in again[i:])
 
 
 @pytest.mark.parametrize("n_bytes", [0.3, 0.7, 0.93, 0.95, 1.0, 1.2])
 def test_all_ways_together_are_compiled_few_times(n_bytes):
     """However many there are, and however badly all are predicted."""
     ways = [tuple((p + 0.01 * k, p + 0.3 + 0.02 * k, 3 - p) for p in np.arange(0.4, 1.5, 0.05)) for k in range(4)]
-    assert fitted(n_bytes, *ways)[2] <= MOST_COMPILES + 2
+    assert fitted(n_bytes, *ways)[2] <= TUNING.most_compiles + 2
 
 
 @pytest.mark.parametrize(("coarse", "fine", "is_fine"), [(0.05, 0.0, True), (0.5, 0.49, True), (0.05, 0.042, False)])

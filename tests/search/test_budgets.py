@@ -18,9 +18,8 @@ from jax import lax
 
 import jaxsub
 from jaxsub.core.disk_cache import Store
+from jaxsub.core.tuning import TUNING
 from jaxsub.search import verify
-from jaxsub.search.budget_search import MOST_COMPILES
-from jaxsub.search.candidates import GAIN
 from jaxsub.search.verify import Verifier
 
 SHARES = (0.85, 0.65, 0.45, 0.3, 0.12)
@@ -159,9 +158,9 @@ def check(found):
     """Every budget is met; more budget hardly ever means more recomputation; few compiles."""
     for row in found:
         assert row.needed_bytes <= row.budget, f"over the budget: {row}"
-        assert row.n_compiles <= MOST_COMPILES, f"too many compiles: {row}"
+        assert row.n_compiles <= TUNING.most_compiles, f"too many compiles: {row}"
     extras = [max(round(row.extra, 6), NOTHING) for row in sorted(found, key=lambda row: -row.budget)]
-    rising = (later >= earlier - GAIN for i, earlier in enumerate(extras) for later in extras[i:])
+    rising = (later >= earlier - TUNING.compile_gain for i, earlier in enumerate(extras) for later in extras[i:])
     assert all(rising), f"more budget, more recomputation: {found}"
 
 

@@ -21,11 +21,12 @@ from jaxsub.core.chain import Chain, Crossing, Stage
 from jaxsub.core.decisions import Segment
 from jaxsub.core.graph import Graph, graph_of
 from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import trace
-from jaxsub.partition.cuts import MAX_STAGES, find_crossings, find_cuts, kind_of, spans_of
+from jaxsub.partition.cuts import find_crossings, find_cuts, kind_of, spans_of
 from jaxsub.planners.recursive import recursive_runs
 from jaxsub.search.verify import cut_choices, finish
 
@@ -211,7 +212,7 @@ def test_many_equations_are_cut_at_once():
 
 def test_regions_of_merged_stages_stay_small():
     """Where stages were merged, regions of several hold few equations; elsewhere, any number."""
-    for n, sizes in ((MAX_STAGES - 1, {1, 2, 8}), (MAX_STAGES, {1, 2})):
+    for n, sizes in ((TUNING.most_stages - 1, {1, 2, 8}), (TUNING.most_stages, {1, 2})):
         cuts = range(0, 100 * n + 1, 100)
         assert {b - a for a, b in spans_of(cuts, [], (2, 8))} == sizes
 

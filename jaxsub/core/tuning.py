@@ -1,0 +1,106 @@
+"""The constants that steer planning, each with what it was derived from.
+
+They decide how long planning takes and what it looks at, never what a plan may promise: a budget is kept whatever they
+are. Constants that describe a compiler or a device stand with what they describe (`jaxsub.costs`, `jaxsub.devices`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What planning looks at, and when it has looked enough.
+
+    Attributes:
+        most_stages: Stages of a chain; the dynamic program's time grows with their cube, and more gain little.
+        region_equations: Equations in a region of several stages, where stages were merged for being too many: to trace
+            the gradients of more is what planning would spend its time on.
+        few_stages: Up to so many stages every run of them may be one region.
+        few_costly: With fewer products and convolutions a program is cut between all nodes that compute anything.
+        region_sizes: Stages in the regions of several stages that planners see.
+        long_chain: From so many stages on tables, partitions and steps of the frontier are what takes time.
+        natural_share: Of a forward pass that may be recomputed without a budget; the last tenth would buy little.
+        deepest: Levels of nesting: JAX traces each in about 17 of the 1,000 nested calls that Python allows.
+        alike: Plans whose FLOPs differ by less count as equally fast,
+        fewer: and of them one with at most this share of the regions is taken if it needs no more memory.
+        block_ratios: Between neighbouring sizes of a scan's blocks, for one, two and three levels of blocks.
+        kept_shares: Of a scan's steps that may stand outside all blocks.
+        inner_ranks: Ways to run the loops inside a body that are combined with those of the loop itself.
+        unrolled_equations: A scan's steps are written out up to so many equations.
+        much_less: What a plan inside a body, or one that writes out a loop, must need of the next best to be looked at.
+        body_plans: Plans inside a body that are combined with the ways to run its loop.
+        compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
+        partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers.
+        large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
+        least_slack: A plan that needs this share more than the least may recompute far less.
+        most_compiles: Whole programs that are compiled in one search.
+        by_hand_compiles: Plans by hand that are: the one predicted least, then the cheapest that fit by what was
+            measured, for what plans by hand have in common, as a loss head, errs alike.
+        long_equations: Programs of more are not compiled again only to look for something better than what fits.
+        budget_margin: Share of the budget to aim below it; without it the search creeps up on the budget.
+        heavy_recompute: Where more than this share of a forward pass is recomputed, least plans of other partitions are
+            tried that are predicted to need no more than
+        prediction_error: times the budget: by so much predictions err at worst.
+        least_compiles: Least plans that are compiled before a refusal.
+        packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
+            compiler's packing of buffers adds as much to what is live.
+        plain_near: Where the plain program is predicted to need no more than this times the budget it is compiled
+            before any plan,
+        plain_far: up to this where plans recompute something, beyond it never. Predictions err by 3 % in the median and
+            by less than 30 % at worst (`examples/results/prediction`); of a few small layers by two thirds.
+        between_compiles: Plans that are tried before a refusal, between what the least is predicted to need and what
+            it does,
+        between_gap: where these are this share apart.
+        bracket_share: The next quantity lies at least this share of a bracket away from its ends: a line that is nearly
+            flat says little.
+        bracket_leap: Without a slope, how many times larger the next quantity is at most.
+        block_flops: What repeats is taken for the program's blocks where it holds this share of the FLOPs.
+        same_step: Where a step needs this share of what is predicted of its largest function, a byte of a function's
+            budget is one of the step.
+        close_step: A step that fills this share of its memory is close enough.
+    """
+
+    most_stages: int = 256
+    region_equations: int = 500
+    few_stages: int = 8
+    few_costly: int = 4
+    region_sizes: tuple[int, ...] = (2, 4, 8)
+    long_chain: int = 64
+    natural_share: float = 0.9
+    deepest: int = 12
+    alike: float = 0.01
+    fewer: float = 0.8
+    block_ratios: tuple[float, ...] = (math.sqrt(2), 2.0, 4.0)
+    kept_shares: tuple[float, ...] = tuple(i / 12 for i in range(1, 12))
+    inner_ranks: int = 4
+    unrolled_equations: int = 512
+    much_less: float = 0.85
+    body_plans: int = 8
+    compile_gain: float = 0.03
+    partition_gain: float = 0.009
+    large_stage: float = 0.25
+    least_slack: float = 1e-3
+    most_compiles: int = 6
+    by_hand_compiles: int = 4
+    long_equations: int = 10_000
+    budget_margin: float = 0.003
+    heavy_recompute: float = 0.5
+    prediction_error: float = 1.2
+    least_compiles: int = 2
+    packing: float = 0.12
+    plain_near: float = 1.05
+    plain_far: float = 1.7
+    between_compiles: int = 2
+    between_gap: float = 0.01
+    bracket_share: float = 0.1
+    bracket_leap: int = 16
+    block_flops: float = 0.5
+    same_step: float = 0.8
+    close_step: float = 0.96
+
+
+TUNING = Tuning()
+"""What is in force."""
