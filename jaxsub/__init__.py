@@ -1,28 +1,28 @@
 """jaxsub: a loss and a memory budget go in; the same function comes out, with a gradient that fits."""
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from jaxsub import planners, policies
-from jaxsub.api.explain import explain, residuals
-from jaxsub.api.frontier import frontier
-from jaxsub.api.sublinear import Sublinear, measure, plan, sublinear
-from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Segment
-from jaxsub.core.errors import (
-    BudgetError,
-    InfeasibleBudgetError,
-    JaxsubError,
-    PlanMismatchError,
-    PlannerError,
-    UnsupportedError,
-    VerificationError,
-)
-from jaxsub.core.plan import Measurement, Plan
-from jaxsub.devices import targets
-from jaxsub.jaxpr.compat import quiet_cuda_plugin
-from jaxsub.step.jit import jit
-from jaxsub.step.max_batch import max_batch
+if TYPE_CHECKING:
+    from jaxsub import planners, policies
+    from jaxsub.api.explain import explain, residuals
+    from jaxsub.api.frontier import frontier
+    from jaxsub.api.sublinear import Sublinear, measure, plan, sublinear
+    from jaxsub.core.budget import Budget
+    from jaxsub.core.decisions import Segment
+    from jaxsub.core.errors import (
+        BudgetError,
+        InfeasibleBudgetError,
+        JaxsubError,
+        PlanMismatchError,
+        PlannerError,
+        UnsupportedError,
+        VerificationError,
+    )
+    from jaxsub.core.plan import Measurement, Plan
+    from jaxsub.devices import targets
+    from jaxsub.step.jit import jit
+    from jaxsub.step.max_batch import max_batch
 
 __all__ = [
     "Budget",
@@ -50,11 +50,31 @@ __all__ = [
     "targets",
 ]
 
-quiet_cuda_plugin()  # the extra `targets` brings a plugin that would print a traceback where there is no GPU
+_HOMES = {
+    "api.explain": ("explain", "residuals"),
+    "api.frontier": ("frontier",),
+    "api.sublinear": ("Sublinear", "measure", "plan", "sublinear"),
+    "core.budget": ("Budget",),
+    "core.decisions": ("Segment",),
+    "core.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "core.plan": ("Measurement", "Plan"),
+    "step.jit": ("jit",),
+    "step.max_batch": ("max_batch",),
+}
+_MODULES = {"flax": "flax", "planners": "planners", "policies": "policies", "targets": "devices.targets"}
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import `jaxsub.flax` when it is asked for: Flax is optional."""
-    if name != "flax":
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import jaxsub.core` needs no JAX, `jaxsub.flax` alone needs Flax."""
+    home = next((module for module, names in _HOMES.items() if name in names), _MODULES.get(name))
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("jaxsub.flax")
+    # the extra `targets` brings a plugin that would print a traceback where there is no GPU
+    importlib.import_module("jaxsub.jaxpr.compat").quiet_cuda_plugin()
+    module = importlib.import_module(f"jaxsub.{home}")
+    globals()[name] = found = module if name in _MODULES else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

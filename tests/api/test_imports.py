@@ -74,3 +74,17 @@ def test_jaxsub_works_without_any_optional_package():
     found = run(BLOCKED.format(blocked=blocked, code=code))
     assert found.returncode == 0, found.stderr
     assert "jaxsub plan by" in found.stdout
+
+
+def test_what_plans_are_made_of_needs_no_jax():
+    """Graphs, chains, plans and planners are imported without JAX."""
+    code = "import sys, jaxsub.core.graph, jaxsub.core.plan, jaxsub.planners; print('jax' in sys.modules)"
+    assert run(code).stdout.strip() == "False"
+
+
+def test_every_public_name_is_found_where_it_lives():
+    """What `__all__` names can be had, and nothing else."""
+    code = "import jaxsub; print(all(getattr(jaxsub, name) is not None for name in jaxsub.__all__)); jaxsub.no_such"
+    found = run(code)
+    assert found.stdout.strip() == "True"
+    assert "has no attribute 'no_such'" in found.stderr
