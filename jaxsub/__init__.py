@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from jaxsub.core.plan import Measurement, Plan
     from jaxsub.devices import targets
+    from jaxsub.diagnosis.doctor import doctor
     from jaxsub.step.jit import jit
     from jaxsub.step.max_batch import max_batch
 
@@ -37,6 +38,7 @@ __all__ = [
     "Sublinear",
     "UnsupportedError",
     "VerificationError",
+    "doctor",
     "explain",
     "frontier",
     "jit",
@@ -58,6 +60,7 @@ _HOMES = {
     "core.decisions": ("Segment",),
     "core.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "core.plan": ("Measurement", "Plan"),
+    "diagnosis.doctor": ("doctor",),
     "step.jit": ("jit",),
     "step.max_batch": ("max_batch",),
 }

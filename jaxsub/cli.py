@@ -1,4 +1,4 @@
-"""`jaxsub` on the command line: plan, explain and trace the frontier of a loss by its import path; list targets.
+"""`jaxsub` on the command line: plan, explain, examine and trace the frontier of a loss by its import path.
 
     jaxsub plan mypkg.train:loss --args mypkg.train:example_args --budget 8GiB --target h100 --html plan.html
 
@@ -22,9 +22,11 @@ import jax
 from jaxsub.api.explain import explain as make_explanation
 from jaxsub.api.frontier import frontier as make_frontier
 from jaxsub.api.sublinear import plan as make_plan
+from jaxsub.core import codec
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import BudgetError, JaxsubError, PlannerError
 from jaxsub.devices.targets import NAMES, Target, get_target
+from jaxsub.diagnosis.doctor import doctor as diagnose
 from jaxsub.planners import names as planner_names
 
 EXAMPLES = """
@@ -34,6 +36,7 @@ Examples:
   jaxsub plan train.py:loss --args train.py:example_args --budget 0.4 --html plan.html
   jaxsub explain mypkg.train:loss --args mypkg.train:example_args
   jaxsub frontier mypkg.train:loss --args mypkg.train:example_args --plot frontier.png
+  jaxsub doctor mypkg.train:step --args mypkg.train:example_state
   jaxsub targets
 """
 
@@ -119,6 +122,21 @@ def frontier(function: str, arguments: str, target: str | None, argnums: str | N
     click.echo(str(found))
     if plot_path:
         _write_plot(plot_path, found)
+
+
+@main.command(epilog=EXAMPLES)
+@_target_options
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Compile with and without each fault.")
+@click.option("--json", "json_path", type=_File(dir_okay=False), help="Write the findings.")
+def doctor(function: str, arguments: str, target: str | None, argnums: str | None, verify: bool,
+           json_path: str | None) -> None:  # fmt: skip
+    """Say what is wrong with the memory of a loss or a step, FUNCTION, and the line that mends it."""
+    with _friendly():
+        found = diagnose(_load(function), *_arguments(arguments), target=_target(target), argnums=_argnums(argnums),
+                         verify=verify)  # fmt: skip
+    click.echo(str(found))
+    if json_path:
+        _write(json_path, codec.write(found, indent=1))
 
 
 @main.command()

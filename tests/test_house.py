@@ -30,6 +30,7 @@ search: __init__ bracket by_hand slicing belonging candidates name_overrides ver
     plan_cache progress pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ fused_update sizing report jit max_batch
+diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__
 show: __init__ curves text plot html

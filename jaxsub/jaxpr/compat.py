@@ -359,7 +359,7 @@ def source_of(eqn: Any) -> str:
     if source_info_util is None:
         return ""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
+    if frame is None or frame.file_name.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep):  # our own
         return ""
     folder, file = os.path.split(frame.file_name)
     file = "notebook cell" if os.path.basename(folder).startswith("ipykernel_") else file

@@ -126,7 +126,7 @@ def trace(
     wanted = _first_floating(args) if argnums is None else argnums
     chosen = {len(consts) + i for i in _argument_positions(args, wanted, len(leaves))}
     names = ["const"] * len(consts) + [_path_name(path) for path, _ in paths]
-    loss = _loss_position(out_tree, out_leaves)
+    loss = loss_position(out_tree, out_leaves)
     program = program_of(eqns, invars, outvars, consts, positions | chosen, loss, out_tree, names, closed)
     if argnums is not None:
         check_differentiated(program, chosen)
@@ -232,7 +232,7 @@ def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_lea
     return positions
 
 
-def _loss_position(out_tree: Any, out_leaves: Sequence[Any]) -> int | None:
+def loss_position(out_tree: Any, out_leaves: Sequence[Any]) -> int | None:
     """Where the loss is: the result itself, or the first of a pair (loss, aux), when it is a floating-point scalar."""
     is_leaf = jax.tree_util.treedef_is_leaf(out_tree)
     is_pair = not is_leaf and out_tree.node_data() is not None and out_tree.node_data()[0] is tuple

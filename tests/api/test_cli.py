@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it fails."""
 
 import importlib.metadata
+import json
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ def example_args():
     return [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12, s
 
 arrays = ([jnp.ones((4, 4))] * 4, jnp.ones((8, 4)))
+wide = ([jnp.ones((16, 16))] * 12, jnp.ones((512, 16)))
 nothing = ()
 number = 3
 def counts(n): return n
@@ -72,6 +74,16 @@ def test_a_frontier_is_printed_and_drawn(run, tmp_path):
     assert found.exit_code == 0, found.output
     assert "√n segments" in found.output
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_function_is_examined(run, tmp_path):
+    """`doctor` prints the findings with their fixes, and writes them."""
+    found = run("doctor", "toy_train:loss", "--args", "toy_train:wide", "--json", "d.json")
+    assert found.exit_code == 0, found.output
+    written = json.loads((tmp_path / "d.json").read_text("utf-8"))
+    assert written["measurement"]["temp_bytes"] > 0
+    assert all(finding["fix"] in found.output for finding in written["findings"])
+    assert "a plan saves" in {finding["kind"] for finding in written["findings"]}
 
 
 def test_targets_are_listed(run):
