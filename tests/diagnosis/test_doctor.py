@@ -187,6 +187,24 @@ def test_nothing_is_compiled_unless_asked():
     assert "verify=False" in found.not_looked_at[0]
 
 
+def test_a_number_broadcast_before_a_loop_is_no_fault():
+    """XLA moves the broadcast of a number into a loop; of anything else it does not."""
+
+    def loss(before):
+        def of(ws, x):
+            more = before(x)
+            return lax.scan(lambda x, w: (x @ w + more, None), x, ws)[0].mean()
+
+        return of
+
+    kinds, bytes_ = {}, {}
+    for name, before in {"number": jnp.zeros_like, "mask": lambda x: jnp.broadcast_to(x.sum(), x.shape)}.items():
+        kinds[name] = [f.kind for f in jaxsub.doctor(loss(before), WS, X, verify=False).findings]
+        bytes_[name] = measure_compiled(loss(before), (WS, X)).temp_bytes
+    assert kinds == {"number": [], "mask": ["broadcast"]}
+    assert bytes_["mask"] - bytes_["number"] == pytest.approx(ACTIVATION, rel=0.1)
+
+
 def test_a_step_says_what_only_its_loss_shows():
     """A step has its gradients already: what cannot be seen in it is named."""
     found = jaxsub.doctor(jax.jit(adamw), STATE, X)
