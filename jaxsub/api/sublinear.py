@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
 
-import jax
+import jax.core
 
 from jaxsub.api.explain import Explanation, explanation_of
 from jaxsub.api.frontier import POINTS, Frontier, frontier_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jaxsub.core.errors import BudgetError
 
@@ -69,14 +70,15 @@ class Budget:
             raise BudgetError(f"A budget is one number, got an array of shape {shape}. {FORMS}")
         if isinstance(budget, bool) or str(getattr(budget, "dtype", "")) == "bool":
             raise BudgetError(f"A budget cannot be a bool, got {budget}. {FORMS}")
-        if hasattr(budget, "dtype") and hasattr(budget, "item"):
-            budget = budget.item()  # a scalar of NumPy or JAX is the number that it holds
-        if hasattr(budget, "__index__"):
-            if (n_bytes := int(budget)) <= 0:
-                raise BudgetError(f"A budget must be positive, got {budget} bytes. {FORMS}")
+        number: Any = budget  # a scalar of NumPy or JAX is the number that it holds
+        if hasattr(number, "dtype") and hasattr(number, "item"):
+            number = number.item()
+        if hasattr(number, "__index__"):
+            if (n_bytes := int(number)) <= 0:
+                raise BudgetError(f"A budget must be positive, got {number} bytes. {FORMS}")
             return cls(n_bytes=n_bytes)
-        if isinstance(budget, float) or hasattr(budget, "__float__"):
-            return cls(fraction=_fraction(float(budget), budget))
+        if isinstance(number, float) or hasattr(number, "__float__"):
+            return cls(fraction=_fraction(float(number), number))
         raise BudgetError(f"Cannot read the budget {budget!r} of type {type(budget).__name__}. {FORMS}")
 
     def faults(self) -> list[str]:

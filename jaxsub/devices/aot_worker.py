@@ -104,9 +104,9 @@ def end_with(process: int) -> None:
     os._exit(1)
 
 
-def main(parent: int) -> None:
+def main() -> None:
     """Answer a parent's requests until there are no more."""
-    threading.Thread(target=end_with, args=[parent], daemon=True).start()
+    threading.Thread(target=end_with, args=[FOUND["parent"]], daemon=True).start()
     jax.config.update("jax_enable_x64", True)  # dtypes come with the program; none may be narrowed here
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot load programs for devices that are not there
     while line := sys.stdin.buffer.readline():
@@ -121,4 +121,4 @@ def main(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(FOUND["parent"])
+    main()

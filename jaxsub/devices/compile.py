@@ -88,7 +88,7 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
             f"The compiler for `{target.name}` ({target.platform}) does not report what it allocates, so no budget can "
             'be verified there. Pass verify=False to trust the prediction, or target="cpu" to measure on the CPU.'
         )
-    costs = compiled.cost_analysis()
+    costs: Any = compiled.cost_analysis()
     costs = costs[0] if isinstance(costs, list) and costs else costs
     flops = float(costs.get("flops", -1.0)) if costs else -1.0  # below zero for what XLA cannot count
     return Measurement(

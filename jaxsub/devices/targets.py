@@ -8,6 +8,8 @@ The figures are peaks from datasheets, without sparsity: what a roofline needs, 
 a CPU are nominal. Nothing here compiles; `jaxsub.devices.compile` does.
 """
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device comes from compiled code
 from __future__ import annotations
 
 import itertools
@@ -338,7 +340,7 @@ def _present(device: jax.Device) -> Target:
 
 def _default_device() -> jax.Device:
     """The device that an uncommitted program runs on, without running one."""
-    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
     if chosen is None:
         return jax.local_devices()[0]
     return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen

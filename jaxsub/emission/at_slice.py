@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
@@ -58,9 +58,9 @@ def _shape_at(aval: Any, state: State, at: At) -> tuple[int, ...]:
 
 
 def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
-    if step.eqn is None or at is None:
-        if at is None:
-            return _bound(step.eqn, step.eqn.params, args)
+    if at is None:
+        return _bound(step.eqn, step.eqn.params, args)
+    if step.eqn is None:
         place: Any = step.outs[0]
         return [jax.lax.dynamic_slice_in_dim(args[0], at.start * place.unit, at.size * place.unit, place.dim)]
     if step.bodies:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
+import jax.core
 
 from jaxsub.core.decisions import Inside, Segment, saving_in_nests
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError

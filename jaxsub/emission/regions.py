@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import jax
+import jax.core
 
 from jaxsub.core.decisions import Segment, walk
 from jaxsub.core.errors import PlannerError

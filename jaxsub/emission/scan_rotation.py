@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.core
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program, program_of

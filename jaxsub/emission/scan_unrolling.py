@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat

@@ -120,7 +120,7 @@ class _Sublinear(Wrapped[P, R]):
         functools.update_wrapper(self, loss)
         self.fun = loss
         self._plain = api.sublinear(loss, **options)
-        self._lifted = lift_transform(self._transform, loss)
+        self._lifted: Callable[..., Any] = lift_transform(self._transform, loss)
         self._options = options
         self.plan, self.measure = self._plain.plan, self._plain.measure
         self.frontier, self.explain = self._plain.frontier, self._plain.explain

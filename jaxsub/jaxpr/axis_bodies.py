@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -236,7 +236,7 @@ def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 
     @functools.cache
     def trace() -> tuple[Any, Any]:
-        closed = jax.make_jaxpr(forward)(*avals)
+        closed: Any = jax.make_jaxpr(forward)(*avals)
         leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals[len(eqn.outvars) :]]
         return closed, jax.make_jaxpr(backward)(leaves, [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)])
 

@@ -1,4 +1,5 @@
 """What differs between JAX versions: the only file that asks for one or touches `jax._src`; functions say for which."""
+# pyright: reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
@@ -413,7 +414,7 @@ def quiet_cuda_plugin(drivers: Sequence[str] = NVIDIA_DRIVERS) -> None:
 def _only_if_asked(initialize: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(initialize)
     def initialize_if_asked() -> None:
-        if jax.config.jax_platforms:  # type: ignore[attr-defined]
+        if getattr(jax.config, "jax_platforms", None):
             initialize()
 
     return initialize_if_asked

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat

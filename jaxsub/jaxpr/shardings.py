@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import jax
+import jax.core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxsub.core.chain import Chain

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

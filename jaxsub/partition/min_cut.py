@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

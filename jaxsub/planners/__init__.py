@@ -64,6 +64,7 @@ class Planner(Protocol):
         Raises:
             InfeasibleBudgetError: If none of its plans is predicted to fit; asking for `least_bytes` must succeed.
         """
+        raise NotImplementedError
 
 
 _TABLE: dict[str, Planner] = {

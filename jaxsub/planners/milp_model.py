@@ -309,7 +309,7 @@ class Schedules:
         """What is held while stage i is executed in phase t."""
         for c, x in enumerate(self.crossings):
             if x.made < t:
-                key = ("S", t, c) if x.made >= i else ("E", t, c) if x.last < i else ("M", t, c, i)
+                key: tuple[Any, ...] = ("S", t, c) if x.made >= i else ("E", t, c) if x.last < i else ("M", t, c, i)
                 yield self.var(*key), x.n_bytes
         for o, w in self._stored:
             yield self._kept(t, o), w.stored_bytes
@@ -392,5 +392,8 @@ def _solved(cost: np.ndarray, whole: np.ndarray, most: np.ndarray, rows: Sequenc
     ends = np.cumsum([0] + [len(terms) for terms, _, _ in rows])
     matrix = csr_array((values, columns, ends), shape=(len(rows), len(cost)))
     matrix.sum_duplicates()
-    within = LinearConstraint(matrix, np.array([r[1] for r in rows]), np.array([r[2] for r in rows]))
-    return milp(cost, integrality=whole, bounds=Bounds(0, most), constraints=within, options=options)
+    least, largest = (np.array([row[i] for row in rows]) for i in (1, 2))
+    # scipy has no types: checkers that guess them from defaults take arrays of bounds for wrong
+    within = LinearConstraint(matrix, least, largest)  # pyright: ignore[reportArgumentType]
+    bounds = Bounds(0, most)  # pyright: ignore[reportArgumentType]
+    return milp(cost, integrality=whole, bounds=bounds, constraints=within, options=options)

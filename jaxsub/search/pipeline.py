@@ -244,6 +244,7 @@ def _need(plan: Plan) -> int:
 def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store) -> Plan:
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
     n_bytes, room = settings.budget.n_bytes, 0
+    refusals: list[InfeasibleBudgetError] = []
     for _ in range(CORRECTIONS):
         try:
             plan = _whole(with_slices(program, runs), settings, target, store)
@@ -252,16 +253,16 @@ def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, tar
             if not is_all or n_bytes is None:
                 raise
             room = room - (refused.least_bytes - n_bytes) if room else n_bytes
-            last = refused
+            refusals.append(refused)
         else:
             return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs),
                                 equations=equation_digests(program))  # fmt: skip
         try:
             run, room = _planned_inside(program, runs[0], room, settings, target, store)
         except InfeasibleBudgetError:  # its budget is that of a slice: the user is told of the whole
-            raise last from None
+            raise refusals[-1] from None
         runs = (run,)
-    raise last
+    raise refusals[-1]
 
 
 def _planned_inside(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.extend.core
 import jax.numpy as jnp
 
 from jaxsub.emission.at_slice import At, Env, evaluate, read

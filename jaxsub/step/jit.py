@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, overload
 
-import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxsub.api.sublinear import AnyCache, type_of
@@ -54,6 +54,7 @@ class Jitted(Protocol[P, R_co]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the function."""
+        raise NotImplementedError
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The function, lowered."""
@@ -223,7 +224,7 @@ class Step(Wrapped[P, R]):
         functools.update_wrapper(self, fun)
         check_jit_kwargs(jit_kwargs)
         self.fun = fun
-        self.memory = memory if memory == "device" else Budget.parse(memory)
+        self.memory: Any = memory if memory == "device" else Budget.parse(memory)
         self.target = target
         self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
         self._called = losing_nothing(fun, "jit")

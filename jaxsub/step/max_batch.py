@@ -123,7 +123,7 @@ class _Batches:
     told: Callable[[str], None]
     least: list[Plan] = field(init=False, default_factory=list)
 
-    def _step(self, batch: int) -> tuple[Step, tuple[Any, ...]]:
+    def _step(self, batch: int) -> tuple[Step[..., Any], tuple[Any, ...]]:
         fun, args = self.step_for_batch(batch)
         return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)
 
