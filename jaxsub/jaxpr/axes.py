@@ -39,12 +39,13 @@ class NotIndependent(UnsupportedError):
     Attributes:
         eqn: The equation.
         reason: Why.
+        around: The equation of the run that it stands in, or is.
     """
 
     def __init__(self, eqn: Any, reason: str, around: Any = None) -> None:
         line = compat.source_of(eqn) or (compat.source_of(around) if around is not None else "")
         super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
-        self.eqn, self.reason = eqn, reason
+        self.eqn, self.reason, self.around = eqn, reason, eqn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,9 +203,9 @@ class _Walk:
         except NoRule as why:
             raise NotIndependent(eqn, str(why)) from None
         except NotIndependent as inner:
-            if compat.source_of(inner.eqn):
-                raise
-            raise NotIndependent(inner.eqn, inner.reason, eqn) from None
+            found = inner if compat.source_of(inner.eqn) else NotIndependent(inner.eqn, inner.reason, eqn)
+            found.around = eqn
+            raise found from None
 
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         raise NotImplementedError

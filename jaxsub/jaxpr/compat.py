@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ except ImportError:  # private: may go in any version
 # Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
 NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
 # Compiler options
 
 
@@ -352,15 +355,19 @@ def within(eqn: Any, caller: Any) -> Any:
     return info.replace(name_stack=outer.name_stack + info.name_stack, traceback=traceback)
 
 
-def source_of(eqn: Any) -> str:
+def source_of(eqn: Any, *, is_own: bool = False) -> str:
     """The user's line that made an equation, such as `model.py:48 (attention)`; empty where nobody knows.
 
+    With `is_own` lines of installed packages do not count, where the user's own called them.
     `jax._src.source_info_util` has no public counterpart; without it lines are left out.
     """
     if source_info_util is None:
         return ""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None or frame.file_name.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep):  # our own
+    if is_own:
+        frames = source_info_util.user_frames(eqn.source_info.traceback)
+        frame = next((f for f in frames if not f.file_name.startswith(INSTALLED)), frame)
+    if frame is None or frame.file_name.startswith(OURS):
         return ""
     folder, file = os.path.split(frame.file_name)
     file = "notebook cell" if os.path.basename(folder).startswith("ipykernel_") else file
@@ -376,10 +383,7 @@ def standing_at(eqn: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def trace_context() -> tuple[Any, ...]:
-    """What the current configuration adds to the key of a trace: precision, x64, promotion, the mesh, and so on.
-
-    `jax._src.config.trace_context` has no public counterpart; without it the settings that matter most are read.
-    """
+    """What the configuration adds to a trace's key: precision, x64, the mesh and so on; the most of it by hand."""
     if jax_config is not None and hasattr(jax_config, "trace_context"):
         context = jax_config.trace_context()
         return context if isinstance(context, tuple) else (context,)
@@ -393,12 +397,9 @@ def trace_context() -> tuple[Any, ...]:
 def quiet_cuda_plugin(drivers: Sequence[str] = NVIDIA_DRIVERS) -> None:
     """Spare a user without a GPU the traceback that JAX prints at its first use once `jaxsub[targets]` is installed.
 
-    The extra brings JAX's CUDA plugin, to compile with. Where there is no driver it cannot start, and every version
-    of JAX so far prints why, at length, unless a platform was chosen. Then, and only then, it is not started, which
-    changes nothing but the print: the device in use stays the CPU. Call it before JAX's first use.
-
-    Args:
-        drivers: Files of which one exists where there is an NVIDIA driver.
+    The extra brings JAX's CUDA plugin, to compile with. Where there is no driver (none of the files `drivers`) it
+    cannot start, and JAX prints why, at length, unless a platform was chosen. Then, and only then, it is not started:
+    the device in use stays the CPU. Call it before JAX's first use.
     """
     if any(map(os.path.exists, drivers)):
         return

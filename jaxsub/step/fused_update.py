@@ -17,23 +17,20 @@ Sources: Lv et al., *Full Parameter Fine-tuning for Large Language Models with L
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.extend.core
 import jax.numpy as jnp
 
 from jaxsub.emission.at_slice import At, Env, evaluate, read
-from jaxsub.emission.chunks import first, flat, joined, whole_step
+from jaxsub.emission.chunks import first, flat, joined
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow_all
 from jaxsub.jaxpr.axis_rules import Place
-from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns
+from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
 from jaxsub.jaxpr.trace import aval_bytes
-
-MOST_SCANS = 16
-"""How many scans of a step are looked at: each that is rewritten costs a trace of the step."""
 
 Values = tuple[Any, ...]
 
@@ -118,24 +115,24 @@ def with_fused_updates(
 
 def fuse(closed: Any, donated: Sequence[bool]) -> tuple[Callable[..., Values], tuple[Fused, ...], tuple[Whole, ...]]:
     """A step's jaxpr as a function of its inputs, its updates inside its backward scans; and what was done."""
+    step = _Flat.of(closed, donated)
     fused: list[Fused] = []
     whole: dict[str, Whole] = {}
-    call: Callable[..., Values] = jax.extend.core.jaxpr_as_fun(closed)
-    avals = [v.aval for v in compat.open_jaxpr(closed).invars]
-    for _ in range(MOST_SCANS):
-        step = _Flat.of(closed, donated)
-        found = None
-        for place in step.scans():
-            found, stands = _candidate(step, place)
-            whole.update((w.reason, w) for w in stands)
-            if found is not None:
-                break
-        if found is None:
-            break
-        fused.append(found.report())
-        call = found.run
-        closed = jax.make_jaxpr(call)(*avals)
+    for scan in [eqn for eqn in step.eqns if _is_stacking(eqn)]:
+        if scan not in step.eqns:  # it carries another scan's axis, and went with it
+            continue
+        found, stands = _candidate(step, step.eqns.index(scan))
+        whole.update((w.reason, w) for w in stands)
+        if found is not None:
+            fused.append(found.report())
+            step = found.fused()
+    call: Callable[..., Values] = step.run if fused else jax.extend.core.jaxpr_as_fun(closed)
     return call, tuple(fused), tuple(whole.values())
+
+
+def _is_stacking(eqn: Any) -> bool:
+    """Whether an equation is a scan of several steps that may stack gradients."""
+    return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +140,8 @@ class _Flat:
     """A step's equations; its inputs' constants first."""
 
     eqns: tuple[Any, ...]
+    reports: tuple[Any, ...]
+    """What only reports, as `jax.debug.print` does: it comes last."""
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     consts: tuple[Any, ...]
@@ -152,15 +151,21 @@ class _Flat:
     @classmethod
     def of(cls, closed: Any, donated: Sequence[bool]) -> _Flat:
         eqns, inputs, outputs, consts = flatten_jaxpr(closed)
+        eqns, outputs = _unforwarded(live_eqns(reports_last(eqns), outputs), outputs)
         given = inputs[len(consts) :]
         kept = [v for v, is_donated in zip(given, donated, strict=True) if is_donated]
-        return cls(tuple(live_eqns(eqns, outputs)), tuple(inputs), tuple(outputs), tuple(consts), tuple(kept))
+        n = next((n for n in range(len(eqns), 0, -1) if eqns[n - 1].outvars), 0)
+        return cls(tuple(eqns[:n]), tuple(eqns[n:]), tuple(inputs), tuple(outputs), tuple(consts), tuple(kept))
 
-    def scans(self) -> Iterator[int]:
-        """Where scans with several steps and stacked results stand."""
-        for place, eqn in enumerate(self.eqns):
-            if eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects:
-                yield place
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What is read of the equations in the end."""
+        return (*self.outputs, *(a for eqn in self.reports for a in eqn.invars))
+
+    def run(self, *args: Any) -> Values:
+        """The step's results."""
+        flat = compat.make_jaxpr_of([*self.eqns, *self.reports], self.inputs, self.outputs)
+        return tuple(jax.core.eval_jaxpr(flat, (), *self.consts, *args))
 
     def stacked(self, place: int) -> list[Any]:
         """Floating-point results that a scan stacks and something reads."""
@@ -181,6 +186,26 @@ class _Flat:
         return [v for v in seeds if v in found]
 
 
+def _unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Read what a scan takes apart and stacks as it was, as the scans of NNX do with weights, where it came from."""
+    same: dict[Any, Any] = {}
+
+    def was(atom: Any) -> Any:
+        return same.get(atom, atom) if compat.is_var(atom) else atom
+
+    found = []
+    for eqn in eqns:
+        new = eqn.replace(invars=[was(a) for a in eqn.invars]) if same else eqn
+        if eqn.primitive.name == "scan":
+            n_consts, n_carry = compat.scan_sizes(eqn)
+            body = compat.open_jaxpr(eqn.params["jaxpr"])
+            taken = dict(zip(body.invars[n_consts + n_carry :], new.invars[n_consts + n_carry :], strict=True))
+            stacked = zip(eqn.outvars[n_carry:], body.outvars[n_carry:], strict=True)
+            same.update((v, taken[a]) for v, a in stacked if compat.is_var(a) and a in taken)
+        found.append(new)
+    return live_eqns(found, outputs := [was(a) for a in outputs]), outputs
+
+
 def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]:
     """The scan at a place with the updates that can be inside it, if any can, and which gradients stand whole."""
     scan, behind = step.eqns[place], step.eqns[place + 1 :]
@@ -190,18 +215,19 @@ def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]
     while seeds:
         late = [v for v in scan.outvars if v not in seeds]
         try:
-            axis = follow_all(behind, known, step.outputs, seeds, 0, late)
+            axis = follow_all(behind, known, step.results, seeds, 0, late)
         except NotIndependent as refused:
-            lost = step.reads_all(place, refused.eqn.invars, seeds) or seeds
+            lost = step.reads_all(place, refused.around.invars, seeds) or seeds
             whole.append(Whole(sum(aval_bytes(v.aval) for v in lost), _reason(refused)))
             seeds = [v for v in seeds if v not in lost]
             continue
-        wanted = _wanted(axis, step.outputs)
+        wanted = _wanted(axis, step.results)
         lost = [v for v in seeds if v in wanted]
         if axis.length != n or lost:  # what is returned, or read behind the updates, is stacked anyway
             seeds = [v for v in seeds if v not in lost] if axis.length == n else []
             continue
-        return _FusedScan(step, place, axis, seeds, wanted), whole
+        found = _FusedScan(step, place, axis, seeds, wanted)
+        return (found if found.pairs else None), whole
     return None, whole if _is_gradient(step, place) else []
 
 
@@ -256,20 +282,32 @@ class _FusedScan:
         self.totals = tuple(v for v in wanted if v not in self.spots)
         self.stacks = tuple(v for v in wanted if v in self.spots and v not in self.pairs)
         self.rest = tuple(v for v in self.eqn.outvars[self.n_carry :] if v not in self.seeds)
+        self.made = {*self.eqn.outvars, *(v for s in axis.steps for v in s.writes)}
 
     def report(self) -> Fused:
         """What it spares."""
         copied = sum(aval_bytes(v.aval) for v in self.buffers if v not in self.step.donated)
         sizes = [aval_bytes(v.aval) for v in self.seeds]
-        return Fused(compat.source_of(self.eqn), self.eqn.params["length"], sum(sizes), len(sizes), copied)
+        return Fused(compat.source_of(self.eqn, is_own=True), self.eqn.params["length"], sum(sizes), len(sizes), copied)
 
-    def run(self, *args: Any) -> Values:
-        """The step's results."""
-        env: Env = {(v, None): x for v, x in zip(self.step.inputs, (*self.step.consts, *args), strict=True)}
-        evaluate([whole_step(eqn) for eqn in (*self.before, *self.axis.before)], env, None)
-        self.scan(env)
-        evaluate([whole_step(eqn) for eqn in self.axis.after], env, None)
-        return tuple(read(env, a, None) for a in self.step.outputs)
+    def fused(self) -> _Flat:
+        """The step with one equation in the place of the scan and of what moved into it: the new scan, traced."""
+        known = (*(v for v, _ in self.axis.cut), *self.axis.reads, *self.buffers)
+        reads = [v for v in dict.fromkeys((*self.eqn.invars, *known)) if compat.is_var(v) and v not in self.made]
+        writes = self.names()
+
+        def with_updates(*args: Any) -> list[Any]:
+            env: Env = {(v, None): x for v, x in zip(reads, args, strict=True)}
+            self.scan(env)
+            return [env[v, None] for v in writes]
+
+        (one,) = compat.open_jaxpr(jax.make_jaxpr(jax.jit(with_updates))(*(v.aval for v in reads))).eqns
+        one = one.replace(invars=reads, outvars=writes)
+        return replace(self.step, eqns=(*self.before, *self.axis.before, one, *self.axis.after))
+
+    def names(self) -> list[Any]:
+        """What the new scan makes."""
+        return [*self.eqn.outvars[: self.n_carry], *self.rest, *self.pairs, *self.totals, *self.stacks]
 
     def scan(self, env: Env) -> None:
         """Run the scan, and put what it makes into `env`."""
@@ -287,8 +325,7 @@ class _FusedScan:
             )
         flats = [flat(y, self.spots[v]) for y, v in zip(stacked, self.stacks, strict=True)]
         totals = [t.astype(v.aval.dtype) for t, v in zip(sums, self.totals, strict=True)]
-        names = (*self.eqn.outvars[: self.n_carry], *self.rest, *self.pairs, *self.totals, *self.stacks)
-        env.update({(v, None): x for v, x in zip(names, (*carry, *ys, *held, *totals, *flats), strict=True)})
+        env.update({(v, None): x for v, x in zip(self.names(), (*carry, *ys, *held, *totals, *flats), strict=True)})
 
     def is_buffer(self, atom: Any) -> bool:
         """Whether a stacked input of the scan is updated in it, layer by layer."""

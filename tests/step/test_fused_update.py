@@ -144,6 +144,47 @@ def test_returned_gradients_stand_whole():
     assert findings.fused == ()
 
 
+def test_only_gradients_that_an_equation_reads_stand_whole():
+    """What forbids it may stand inside another equation: gradients that neither reads are updated in the scan."""
+
+    def step(params, tokens, is_mixed):
+        gradient = jax.grad(loss)(params, tokens)
+        layers = gradient["layers"]
+        layers["up"] = lax.cond(is_mixed, lambda g: g[::-1], lambda g: g, layers["up"])
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    args = params(), TOKENS, True
+    run, findings = fused(step, donate=(0,))
+    chex.assert_trees_all_close(jax.jit(run)(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-7)
+    (scan,), (stands,) = findings.fused, findings.whole
+    assert scan.n_gradients == 2
+    assert stands.n_bytes == STACK_BYTES
+    assert "`rev` at test_fused_update.py" in stands.reason
+
+
+def test_every_scan_is_fused_and_prints_stay():
+    """Encoder and decoder, each a scan: both update as they go; what `jax.debug.print` reports is printed once."""
+
+    def step(params, tokens):
+        def both(params):
+            return loss(params["encoder"], tokens) + loss(params["decoder"], tokens)
+
+        value, gradient = jax.value_and_grad(both)(params)
+        jax.debug.print("loss {}", value)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    args = {"encoder": params(), "decoder": params()}, TOKENS
+    run, findings = fused(step, donate=(0,))
+    lowered = jax.jit(run, donate_argnums=0).lower(*args)
+    assert lowered.as_text().count("callback") == jax.jit(step).lower(*args).as_text().count("callback") > 0
+    assert [scan.n_gradients for scan in findings.fused] == [3, 3]
+    chex.assert_trees_all_close(jax.jit(run)(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-7)
+    before = jax.jit(step, donate_argnums=0).lower(*args).compile(compat.cpu_compiler_options() or None)
+    after = lowered.compile(compat.cpu_compiler_options() or None)
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (before, after)]
+    assert sizes[1] < sizes[0] - 2 * STACK_BYTES
+
+
 def test_results_in_another_order_than_arguments():
     """A state returned before the parameters is written where JAX has it lie; values stay right."""
     optimizer = optax.adam(1e-2)
