@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxsub.api.frontier import Frontier, frontier_of
+from jaxsub.core.shown import Shown
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
@@ -55,9 +56,15 @@ class Residual:
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))
-        scope = f"in {self.scope}" if self.scope else ""
-        words = (self.name, f"{self.dtype}[{dims}]", f"by {self.producer}", self.source, scope)
+        scope = f"{self.scope}:" if self.scope else ""
+        words = (scope, self.name, f"{self.dtype}[{dims}]", f"by {self.producer}", self.source)
         return " ".join(word for word in words if word)
+
+
+class Residuals(Shown, tuple[Residual, ...]):
+    """The residuals of a function, largest first: a tuple that a notebook shows as a table."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Shown):
     """Where a function's memory goes, and what can be done about it; print it.
 
     Attributes:
@@ -106,19 +113,6 @@ class Explanation:
         """Residuals by the primitive that makes them, largest first."""
         return _grouped((r.producer, r) for r in self.residuals)
 
-    def __str__(self) -> str:
-        from jaxsub.show.text import describe_explanation  # noqa: PLC0415 - shown only when asked
-
-        return describe_explanation(self)
-
-    def _repr_html_(self) -> str:
-        from jaxsub.show.html import explanation_fragment  # noqa: PLC0415 - shown only when asked
-
-        return explanation_fragment(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("Explanation(...)" if cycle else str(self))
-
 
 def _grouped(labelled: Iterable[tuple[str, Residual]]) -> tuple[Group, ...]:
     found: dict[str, tuple[int, int]] = {}
@@ -129,9 +123,7 @@ def _grouped(labelled: Iterable[tuple[str, Residual]]) -> tuple[Group, ...]:
     return tuple(sorted(rows, key=lambda g: (-g.n_bytes, g.label)))
 
 
-def residuals(
-    fun: Callable[..., Any], /, *args: Any, argnums: AnyArgnums = None, **kwargs: Any
-) -> tuple[Residual, ...]:
+def residuals(fun: Callable[..., Any], /, *args: Any, argnums: AnyArgnums = None, **kwargs: Any) -> Residuals:
     """List what the backward pass of a function reads: what `jax.ad_checkpoint.print_saved_residuals` only prints.
 
     Args:
@@ -141,7 +133,7 @@ def residuals(
         **kwargs: Its keyword arguments.
 
     Returns:
-        The residuals, each once, largest first; arguments and constants among them.
+        The residuals, each once, largest first, in a tuple; arguments and constants among them.
 
     Raises:
         UnsupportedError: If nothing can be differentiated.
@@ -156,7 +148,7 @@ def residuals(
     return residuals_of(trace_call(fun, args, kwargs, argnums))
 
 
-def residuals_of(program: Program) -> tuple[Residual, ...]:
+def residuals_of(program: Program) -> Residuals:
     """The residuals of a traced program."""
     function = run_function(program, 0, len(program.eqns))
 
@@ -173,7 +165,7 @@ def residuals_of(program: Program) -> tuple[Residual, ...]:
             found.append(_made(atom, makers[atom], makers))
         else:
             found.append(_given(atom, program.graph.values[given[atom]].name if atom in given else "const"))
-    return tuple(sorted(found, key=lambda r: (-r.n_bytes, r.is_given)))
+    return Residuals(sorted(found, key=lambda r: (-r.n_bytes, r.is_given)))
 
 
 def _made(atom: Any, eqn: Any, makers: dict[Any, Any]) -> Residual:

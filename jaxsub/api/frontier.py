@@ -16,6 +16,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.disk_cache import open_store
 from jaxsub.core.plan import Plan, plan_from_runs
+from jaxsub.core.shown import Shown
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import keep_out
@@ -59,7 +60,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
+class Frontier(Shown):
     """Plans of one function, none of which is better than another in both memory and recomputation.
 
     Attributes:
@@ -89,19 +90,6 @@ class Frontier:
         from jaxsub.show.plot import plot_frontier  # noqa: PLC0415 - shown only when asked
 
         return plot_frontier(self, ax)
-
-    def __str__(self) -> str:
-        from jaxsub.show.text import describe_frontier  # noqa: PLC0415 - shown only when asked
-
-        return describe_frontier(self)
-
-    def _repr_html_(self) -> str:
-        from jaxsub.show.html import frontier_fragment  # noqa: PLC0415 - shown only when asked
-
-        return frontier_fragment(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("Frontier(...)" if cycle else str(self))
 
 
 def frontier(

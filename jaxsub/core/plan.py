@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxsub.core import codec
-from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.decisions import Segment, Slices, Way, walk
 from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import unfenced
+from jaxsub.core.shown import Shown
 from jaxsub.core.simulate import check_runs, predict
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
@@ -31,7 +32,7 @@ MOST_FAULTS = 8  # how many faults of a plan are named
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Shown):
     """What the compiler reports for the gradient of a function.
 
     Attributes:
@@ -54,15 +55,6 @@ class Measurement:
     compile_seconds: float
     target: str
     host_temp_bytes: int = 0
-
-    def __str__(self) -> str:
-        flops = "" if self.flops is None else f", {self.flops:.3g} FLOPs"
-        host = f", {format_bytes(self.host_temp_bytes)} in host memory" if self.host_temp_bytes else ""
-        return (
-            f"{format_bytes(self.temp_bytes)} temporary, {format_bytes(self.argument_bytes)} arguments, "
-            f"{format_bytes(self.output_bytes)} outputs{host}{flops} "
-            f"({self.target}, compiled in {self.compile_seconds:.1f} s)"
-        )
 
     def faults(self) -> list[str]:
         """Figures that no compiler reports, each by its field.
@@ -96,7 +88,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Shown):
     """What to save, what to recompute, and where the barriers stand.
 
     Attributes:
@@ -297,25 +289,6 @@ class Plan:
         from jaxsub.show.plot import plot_plan  # noqa: PLC0415 - shown only when asked
 
         return plot_plan(self, ax)
-
-    def to_html(self) -> str:
-        """The plan as a page of its own, for a browser."""
-        from jaxsub.show.html import page  # noqa: PLC0415 - shown only when asked
-
-        return page(self)
-
-    def __str__(self) -> str:
-        from jaxsub.show.text import describe  # noqa: PLC0415 - shown only when asked
-
-        return describe(self)
-
-    def _repr_html_(self) -> str:
-        from jaxsub.show.html import fragment  # noqa: PLC0415 - shown only when asked
-
-        return fragment(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("Plan(...)" if cycle else str(self))
 
 
 def plan_from_runs(

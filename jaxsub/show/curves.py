@@ -6,12 +6,25 @@ again comes on top, so that a plan's curve ends as much later as it costs more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
+from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
 from jaxsub.core.timeline import StageTimeline
+
+if TYPE_CHECKING:
+    from jaxsub.api.explain import Group
+
+OWN = ("its own transients", "cotangents on their way")
+FAR = 1.5
+"""A level more than so many times as high as all curves would flatten them: it is told and not drawn."""
+
+CHEAP = 0.01
+"""What takes less than this share of a forward pass is cheap."""
 
 LEAST_SHARE = 1e-3
 """Every step is drawn at least this share of a forward pass wide, so that none is lost."""
@@ -103,6 +116,108 @@ def _node_bars(segments: Sequence[object], depth: int) -> list[Bar]:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """A height that is marked beside the curves.
+
+    Attributes:
+        kind: `budget`, `measured`, or `plain` for what was measured without the plan.
+        n_bytes: The height.
+        words: What it is.
+    """
+
+    kind: str
+    n_bytes: int
+    words: str
+
+
+def budget_bytes(plan: Plan) -> int | None:
+    """A plan's budget in bytes: of a fraction what the plain program is measured, or else predicted, to need."""
+    plain = plan.plain_measurement or plan.plain_prediction
+    if plan.budget.fraction is not None and plain is not None:
+        return int(plan.budget.fraction * plain.temp_bytes)
+    return plan.budget.n_bytes
+
+
+def levels(plan: Plan) -> tuple[Level, ...]:
+    """What is marked beside a plan's curves: its budget, and what the compiler measured."""
+    found = []
+    for kind, words, measured in (("plain", "measured without", plan.plain_measurement),
+                                  ("measured", "measured", plan.measurement)):  # fmt: skip
+        if measured is not None:
+            found.append(Level(kind, measured.temp_bytes, f"{words}, {format_bytes(measured.temp_bytes)}"))
+    n_bytes = budget_bytes(plan)
+    if n_bytes is not None:
+        share = "" if plan.budget.fraction is None else f" ({plan.budget})"
+        found.append(Level("budget", n_bytes, f"budget, {format_bytes(n_bytes)}{share}"))
+    return tuple(found)
+
+
+def top_of(curves: Sequence[Curve | None], found: Sequence[Level]) -> int:
+    """The most bytes that are drawn: a level far above all curves is not."""
+    top = max([c.peak_bytes for c in curves if c is not None] + [1])
+    return max([top] + [level.n_bytes for level in found if level.n_bytes <= FAR * top])
+
+
+def family(label: str) -> str:
+    """A label without the numbers in its module path: alike layers have one.
+
+    Example:
+        >>> family("block_3/mlp: dot_general model.py:48")
+        'block_*/mlp: dot_general model.py:48'
+    """
+    path, colon, rest = label.partition(": ")
+    return re.sub(r"\d+", "*", path) + colon + rest if colon and " " not in path else label
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Alike things in one row.
+
+    Attributes:
+        label: What they are, in words.
+        count: How many.
+        n_bytes: Their bytes, together.
+    """
+
+    label: str
+    count: int
+    n_bytes: int
+
+
+def merged(rows: Iterable[tuple[str, int]]) -> tuple[Row, ...]:
+    """Labels and bytes, alike ones of one size together, largest first.
+
+    Example:
+        >>> merged([("b_0: sin x.py:1", 8), ("b_1: sin x.py:1", 8), ("cos", 9)])[0]
+        Row(label='b_*: sin x.py:1', count=2, n_bytes=16)
+    """
+    found: dict[tuple[str, int], list[str]] = {}
+    for label, n_bytes in rows:
+        found.setdefault((family(label), n_bytes), []).append(label)
+    together = (Row(labels[0] if len(set(labels)) == 1 else name, len(labels), n_bytes * len(labels))
+                for (name, n_bytes), labels in found.items())  # fmt: skip
+    return tuple(sorted(together, key=lambda row: -row.n_bytes))
+
+
+def alike(groups: Iterable[Group]) -> tuple[Row, ...]:
+    """Groups of residuals by module, alike modules together, largest first."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(family(f"{group.label}: "), []).append(group)
+    rows = (Row(name[:-2] if len(some) > 1 else some[0].label, sum(g.count for g in some), sum(g.n_bytes for g in some))
+            for name, some in found.items())  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: (-row.n_bytes, row.label)))
+
+
+def standing(timeline: StageTimeline, step: int) -> tuple[Row, ...]:
+    """What stands at a step, alike values together: what is stored, largest first, then what the step works with."""
+    found, bare = timeline.steps[step], timeline.alive(step)
+    stored = merged((p.label or region_label(timeline, p.first_stage, p.stop_stage), p.n_bytes) for p in bare)
+    own = zip(OWN, (found.transient_bytes, found.cotangent_bytes), strict=True)
+    return (*stored, *(Row(label, 1, n_bytes) for label, n_bytes in own if n_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class Saver:
     """What one outermost region saves, and for what price.
 
@@ -122,12 +237,12 @@ class Saver:
 
 
 def savers(plan: Plan) -> tuple[Saver, ...]:
-    """The outermost regions by how much they save, largest first; equal ones together."""
+    """The outermost regions by how much they save, largest first; alike ones together."""
     timeline, plain = plan.timeline, plan.plain_timeline
     if timeline is None or plain is None:
         return ()
     forward = max(plan.prediction.forward_flops if plan.prediction is not None else 0.0, 1.0)
-    found: dict[str, Saver] = {}
+    found: dict[str, list[Saver]] = {}
     for span in timeline.spans:
         if span.depth or span.phase != "backward":
             continue
@@ -136,10 +251,19 @@ def savers(plan: Plan) -> tuple[Saver, ...]:
         extra = sum(s.extra_flops for s in inside) / forward
         less = plain.stored_bytes(stages.start, stages.stop) - timeline.stored_bytes(stages.start, stages.stop)
         label = region_label(timeline, stages.start, stages.stop)
-        old = found.get(label, Saver(label, 0, 0, 0.0, 0))
-        depth = max(old.depth, 1 + max(s.depth for s in inside))
-        found[label] = Saver(label, old.count + 1, old.saved_bytes + less, old.extra + extra, depth)
-    return tuple(sorted(found.values(), key=lambda s: (-s.saved_bytes, s.label)))
+        own = Saver(label, 1, less, extra, 1 + max(s.depth for s in inside))
+        found.setdefault(family(label), []).append(own)
+    rows = (
+        Saver(name if len({s.label for s in alike}) > 1 else alike[0].label, len(alike),
+              sum(s.saved_bytes for s in alike), sum(s.extra for s in alike), max(s.depth for s in alike))
+        for name, alike in found.items()
+    )  # fmt: skip
+    return tuple(sorted(rows, key=lambda s: (-s.saved_bytes, s.label)))
+
+
+def is_cheap(extra: float) -> bool:
+    """Whether what is recomputed is next to nothing of a forward pass: elementwise chains, however many equations."""
+    return extra < CHEAP
 
 
 def region_label(timeline: StageTimeline, start: int, stop: int) -> str:
@@ -147,7 +271,7 @@ def region_label(timeline: StageTimeline, start: int, stop: int) -> str:
     if not timeline.stage_labels:
         return f"stages {start} to {stop - 1}" if stop - start > 1 else f"stage {start}"
     first, last = timeline.stage_labels[start], timeline.stage_labels[stop - 1]
-    return first if first == last else f"{first} ... {last}"
+    return first if first == last else f"{first} … {last}"
 
 
 def again(plan: Plan) -> tuple[tuple[int, int, str], ...]:
@@ -156,7 +280,7 @@ def again(plan: Plan) -> tuple[tuple[int, int, str], ...]:
     rows: dict[tuple[int, str], int] = {}
     nodes = timeline.stage_nodes if timeline is not None else (0, plan.n_nodes)
     for stage, (start, stop) in enumerate(pairwise(nodes)):
-        label = region_label(timeline, stage, stage + 1) if timeline is not None else "all equations"
+        label = family(region_label(timeline, stage, stage + 1)) if timeline is not None else "all equations"
         for times in counts[start:stop]:
             if times:
                 rows[times, label] = rows.get((times, label), 0) + 1

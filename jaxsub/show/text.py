@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Prediction
-from jaxsub.core.decisions import Conditional, Inside, Slices, Way, walk
-from jaxsub.core.plan import Holding, Plan
-from jaxsub.show.curves import curves
+from jaxsub.core.decisions import Conditional, Inside, Segment, Slices, Way, walk
+from jaxsub.core.plan import Holding, Measurement, Plan
+from jaxsub.show.curves import Row, alike, curves, is_cheap, merged
 
 if TYPE_CHECKING:
-    from jaxsub.api.explain import Explanation, Group
+    from jaxsub.api.explain import Explanation, Group, Residuals
     from jaxsub.api.frontier import Frontier, Point
+    from jaxsub.step.report import Held, StepReport
 
 COLUMNS = 80
 CHART_ROWS, CHART_COLUMNS = 7, 66
@@ -23,6 +24,9 @@ HOLDINGS = 8
 
 GROUPS = 6
 """How many groups of residuals are listed."""
+
+HELD = 6
+"""How many arguments of a step are named."""
 
 BAR_COLUMNS = 20
 DOMINANT = 0.4
@@ -34,16 +38,27 @@ def describe(plan: Plan) -> str:
     lines = [f"jaxsub plan by `{plan.planner}`, budget: {plan.budget}"]
     lines += textwrap.wrap(plan.note, COLUMNS)
     lines += list(_memory_lines(plan))
-    counts = plan.mirror_counts
-    again = sum(1 for m in counts if m)
-    lines.append(f"recompute  {again} of {plan.n_nodes} equations, at most {times(max(counts, default=0))};"
-                 f" {plan.n_regions} regions, {len(plan.barriers)} barriers")  # fmt: skip
+    lines.append(f"recompute  {recompute_words(plan)}; {regions_words(plan.segments, plan.barriers)}")
     lines += [f"in slices  {slices_words(run)}" for run in plan.slices]
     lines += [line for way in plan.loops for line in _way_lines(way)]
     lines += [_holding_line(h) for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
     return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
+
+
+def recompute_words(plan: Plan) -> str:
+    """What a plan recomputes, in words: how many equations, or where that says little, that they are cheap."""
+    counts, found = plan.mirror_counts, plan.prediction
+    n = sum(1 for m in counts if m)
+    if n and found is not None and is_cheap(found.extra_flops / max(found.forward_flops, 1.0)):
+        return "cheap elementwise work only"
+    return f"{n} of {plan.n_nodes} equations, at most {times(max(counts, default=0))}"
+
+
+def regions_words(segments: Sequence[Segment], barriers: Sequence[int]) -> str:
+    """How many regions and barriers."""
+    return f"{len(list(walk(segments)))} regions, {len(barriers)} barriers"
 
 
 def slices_words(slices: Slices) -> str:
@@ -200,7 +215,7 @@ def describe_explanation(found: Explanation) -> str:
         f"and {format_bytes(found.given_bytes)} of arguments and constants, which stand anyway. The compiler",
         f"makes some of it again inside fusions: the predicted peak is {format_bytes(plain.temp_bytes)}.",
     ]
-    scopes, sources = found.by_scope(), found.by_source()
+    scopes, sources = alike(found.by_scope()), found.by_source()
     if len(scopes) > 1:
         lines += ["", "by module or named scope", *_group_lines(scopes, found.total_bytes)]
     lines += ["", "by source line", *_group_lines(sources, found.total_bytes)]
@@ -209,7 +224,7 @@ def describe_explanation(found: Explanation) -> str:
     return "\n".join(line[:COLUMNS].rstrip() for line in lines)
 
 
-def _group_lines(groups: Sequence[Group], total: int) -> list[str]:
+def _group_lines(groups: Sequence[Group | Row], total: int) -> list[str]:
     shown, rest = groups[:GROUPS], groups[GROUPS:]
     lines = [
         f"{format_bytes(g.n_bytes):>10} {g.n_bytes / max(total, 1):>6.1%} {g.count:>5} x  {g.label}" for g in shown
@@ -233,13 +248,94 @@ def _reach(frontier: Frontier) -> list[str]:
     lines = ["Within reach, as predicted:"]
     for point in frontier.points[:-1][::-1]:
         share = f"{point.temp_bytes / max(plain.temp_bytes, 1):.0%} of it"
-        lines.append(f'  budget="{_budget(point.temp_bytes)}", {share}, for {point.extra:.1%} of a forward pass again')
+        lines.append(
+            f'  budget="{budget_words(point.temp_bytes)}", {share}, for {point.extra:.1%} of a forward pass again'
+        )
     return [*lines, f"Less than {format_bytes(least.temp_bytes)} is out of reach."]
 
 
-def _budget(n_bytes: int) -> str:
+def budget_words(n_bytes: int) -> str:
     """Bytes as a budget is written, rounded up in the last place."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{-(-n_bytes * 100 // size) / 100:g}{unit}"
     return f"{n_bytes}B"
+
+
+def _report_lines(found: StepReport) -> Iterator[str]:
+    """What a whole step takes, and what was done so that it fits."""
+    measured = found.measurement
+    was = f"{format_bytes(found.plain_bytes)} -> " if found.plain_bytes != found.step_bytes else ""
+    yield (
+        f"jaxsub step: {was}{format_bytes(found.step_bytes)} of {format_bytes(found.memory_bytes)} "
+        f"({measured.target}, {found.n_compiles} compiles)"
+    )
+    donated = f", {format_bytes(measured.alias_bytes)} of them in donated memory" if measured.alias_bytes else ""
+    yield f"arguments  {format_bytes(measured.argument_bytes)}: {_argument_words(found.arguments) or 'none'}"
+    yield f"outputs    {format_bytes(measured.output_bytes)}{donated}"
+    before = found.plain.temp_bytes
+    yield "temporary  " + (
+        f"{format_bytes(before)} -> " if before != measured.temp_bytes else ""
+    ) + format_bytes(measured.temp_bytes)  # fmt: skip
+    yield from _update_lines(found)
+    for site in found.sites:
+        times = f", called {site.calls} times" if site.calls > 1 else ""
+        yield f"{site.name}{times}: {plan_words(site.plan)}"
+
+
+def _update_lines(found: StepReport) -> Iterator[str]:
+    """What became of the updates: inside a backward scan, or behind the gradients, and why."""
+    for scan in found.fused:
+        where = f" ({scan.source})" if scan.source else ""
+        copied = f"; {format_bytes(scan.copied_bytes)} are copied, not donated" if scan.copied_bytes else ""
+        yield (
+            f"update     inside the backward scan{where}: {scan.n_gradients} gradients, "
+            f"{format_bytes(scan.gradient_bytes)} in all, stand one of {scan.steps} layers at a time{copied}"
+        )
+    for stands in found.whole:
+        yield f"update     gradients stand whole, {format_bytes(stands.n_bytes)}: {stands.reason}"
+
+
+def _argument_words(held: Sequence[Held]) -> str:
+    return ", ".join(f"{h.name} {format_bytes(h.n_bytes)}" for h in held[:HELD])
+
+
+def plan_words(plan: Plan) -> str:
+    """What a plan does, in one line."""
+    if not plan.segments and not plan.barriers and not plan.loops:
+        return "nothing recomputed"
+    made = plan.prediction
+    extra = f", {made.extra_flops / max(made.forward_flops, 1.0):.2f} of a forward pass again" if made else ""
+    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`)"
+
+
+def _measurement_words(found: Measurement) -> str:
+    flops = "" if found.flops is None else f", {found.flops:.3g} FLOPs"
+    host = f", {format_bytes(found.host_temp_bytes)} in host memory" if found.host_temp_bytes else ""
+    return (
+        f"{format_bytes(found.temp_bytes)} temporary, {format_bytes(found.argument_bytes)} arguments, "
+        f"{format_bytes(found.output_bytes)} outputs{host}{flops} "
+        f"({found.target}, compiled in {found.compile_seconds:.1f} s)"
+    )
+
+
+def _residual_words(found: Residuals) -> str:
+    """One line for each residual, alike ones together, the bytes of all of them first."""
+    rows = merged((str(r), r.n_bytes) for r in found)
+    return "\n".join(f"{format_bytes(row.n_bytes):>10} {row.count:>4} x  {row.label}" for row in rows)
+
+
+def words_of(thing: Any) -> str:
+    """What `print` shows of a thing that shows itself, by the name of its class."""
+    describe_it: Callable[[Any], str] = next(WORDS[c.__name__] for c in type(thing).__mro__ if c.__name__ in WORDS)
+    return describe_it(thing)
+
+
+WORDS: dict[str, Callable[[Any], str]] = {
+    "Plan": describe,
+    "Measurement": _measurement_words,
+    "Frontier": describe_frontier,
+    "Explanation": describe_explanation,
+    "Residuals": _residual_words,
+    "StepReport": lambda found: "\n".join(_report_lines(found)),
+}

@@ -17,6 +17,7 @@ from jax.tree_util import SequenceKey, keystr
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.shown import Shown
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.sizing import Attempt, step_bytes
@@ -65,7 +66,7 @@ class PlannedSite:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(Shown):
     """What a whole step takes, and what was done so that it fits; print it.
 
     Attributes:
@@ -105,12 +106,6 @@ class StepReport:
         forward = sum(p.forward_flops * calls for p, calls in found)
         return sum(p.extra_flops * calls for p, calls in found) / max(forward, 1.0)
 
-    def __str__(self) -> str:
-        return "\n".join(_report_lines(self))
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("StepReport(...)" if cycle else str(self))
-
 
 def report(n_bytes: int, first: Attempt, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
     """Put together what was found."""
@@ -125,51 +120,6 @@ def report(n_bytes: int, first: Attempt, best: Attempt, held: Sequence[Held], n_
 
 def _predicted(plan: Plan) -> int:
     return plan.prediction.temp_bytes if plan.prediction is not None else 1
-
-
-def _report_lines(found: StepReport) -> Iterator[str]:
-    measured = found.measurement
-    was = f"{format_bytes(found.plain_bytes)} -> " if found.plain_bytes != found.step_bytes else ""
-    yield (
-        f"jaxsub step: {was}{format_bytes(found.step_bytes)} of {format_bytes(found.memory_bytes)} "
-        f"({measured.target}, {found.n_compiles} compiles)"
-    )
-    donated = f", {format_bytes(measured.alias_bytes)} of them in donated memory" if measured.alias_bytes else ""
-    yield f"arguments  {format_bytes(measured.argument_bytes)}: {_argument_words(found.arguments) or 'none'}"
-    yield f"outputs    {format_bytes(measured.output_bytes)}{donated}"
-    before = found.plain.temp_bytes
-    yield "temporary  " + (
-        f"{format_bytes(before)} -> " if before != measured.temp_bytes else ""
-    ) + format_bytes(measured.temp_bytes)  # fmt: skip
-    yield from _update_lines(found)
-    for site in found.sites:
-        times = f", called {site.calls} times" if site.calls > 1 else ""
-        yield f"{site.name}{times}: {_plan_words(site.plan)}"
-
-
-def _update_lines(found: StepReport) -> Iterator[str]:
-    """What became of the updates: inside a backward scan, or behind the gradients, and why."""
-    for scan in found.fused:
-        where = f" ({scan.source})" if scan.source else ""
-        copied = f"; {format_bytes(scan.copied_bytes)} are copied, not donated" if scan.copied_bytes else ""
-        yield (
-            f"update     inside the backward scan{where}: {scan.n_gradients} gradients, "
-            f"{format_bytes(scan.gradient_bytes)} in all, stand one of {scan.steps} layers at a time{copied}"
-        )
-    for stands in found.whole:
-        yield f"update     gradients stand whole, {format_bytes(stands.n_bytes)}: {stands.reason}"
-
-
-def _argument_words(held: Sequence[Held]) -> str:
-    return ", ".join(f"{h.name} {format_bytes(h.n_bytes)}" for h in held[:ROWS])
-
-
-def _plan_words(plan: Plan) -> str:
-    if not plan.segments and not plan.barriers and not plan.loops:
-        return "nothing recomputed"
-    made = plan.prediction
-    extra = f", {made.extra_flops / max(made.forward_flops, 1.0):.2f} of a forward pass again" if made else ""
-    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`)"
 
 
 def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], traced: Any) -> tuple[Held, ...]:

@@ -50,6 +50,7 @@ MISSING = {
     "Flax": ("flax", "jaxsub.flax.linen", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
     "Flax, its part": ("flax", "import jaxsub.flax.nnx", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
     "matplotlib": ("matplotlib", "jaxsub.plan(loss, w, x, verify=False).plot()", 'pip install "jaxsub[plot]"'),
+    "jinja2": ("jinja2", "jaxsub.plan(loss, w, x, verify=False).to_html()", 'pip install "jaxsub[plot]"'),
 }
 
 
@@ -70,7 +71,7 @@ def test_jaxsub_works_without_any_optional_package():
         "f = jaxsub.sublinear(loss, cache=False)\njax.grad(f)(w, x)\nprint(f.plan(w, x), jaxsub.measure(loss, w, x))\n"
         "jaxsub.explain(loss, w, x)\nassert 'flax' not in sys.modules"
     )
-    blocked = {"flax", "equinox", "matplotlib", "optax", "treescope", "IPython"}
+    blocked = {"flax", "equinox", "jinja2", "matplotlib", "optax", "treescope", "IPython"}
     found = run(BLOCKED.format(blocked=blocked, code=code))
     assert found.returncode == 0, found.stderr
     assert "jaxsub plan by" in found.stdout

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +26,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Crossing, Option, Run, Stage
 from jaxsub.core.plan import Holding, Measurement, Plan, Segment, plan_from_runs
 from jaxsub.show.curves import again, curves, savers
-from jaxsub.show.html import MOST_BYTES, fragment, page
+from jaxsub.show.html import MOST_BYTES, environment, fragment, page
 
 mpl.use("Agg")
 from matplotlib.figure import Figure
@@ -269,7 +270,7 @@ def test_a_frontier_is_shown():
     """A frontier is a table of 80 columns, a small page, and a picture with the budget marked."""
     found = jaxsub.frontier(layers, *SHAPES, points=5, budget="64KiB")
     assert max(map(len, str(found).splitlines())) <= 80
-    assert read(found._repr_html_()).tags["tr"] == 1 + len(found.points) + len(found.others)
+    assert read(found._repr_html_()).tags["tr"] == 2 + len(found.points) + len(found.others)
     ax = Figure().subplots()
     assert found.plot(ax) is ax
     assert "budget" in [text.get_text() for text in ax.get_legend().get_texts()]
@@ -319,7 +320,7 @@ def test_residuals_have_names_lines_and_scopes():
     assert (made.producer, made.scope) == ("cos", "head")
     assert "test_show.py:" in made.source
     assert {r.name for r in found if r.is_given} == {"arg1"}
-    assert "in head" in str(made)
+    assert str(made).startswith("head: ")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,8 @@ def test_an_explanation_adds_up():
     assert max(map(len, text.splitlines())) <= 80
     assert found.by_source()[0].label in text
     assert text.count('budget="') == len(found.frontier.points) - 1
-    assert read(found._repr_html_()).tags["pre"] == 1
+    assert read(found._repr_html_()).tags["table"] == 3
+    assert found.by_source()[0].label in found._repr_html_()
 
 
 def test_a_budget_an_explanation_names_is_met():
@@ -364,3 +366,24 @@ def test_saving_options_are_part_of_what_is_drawn():
     runs = (Run(0, 1, Option((0,), 7 * 2**20, 9 * 2**20)), Run(1, 3))
     plan = plan_from_runs(chain, runs, budget=Budget(), planner="p")
     assert plan.timeline.alive(plan.timeline.peak_step)[0].kind == "saved"
+
+
+def test_residuals_are_a_table():
+    """Residuals are a tuple that prints alike ones in one line, and has a row of HTML for each."""
+    found = jaxsub.residuals(layers, *SHAPES)
+    assert isinstance(found, tuple)
+    assert f"{sum(r.producer == 'tanh' for r in found)} x  float32[128,16] by tanh" in str(found)
+    assert found._repr_html_().count("test_show.py") == sum(bool(r.source) for r in found[:40])
+
+
+def test_without_jinja2_a_notebook_gets_the_text(monkeypatch):
+    """Where jinja2 is missing a notebook shows the text and the extra that brings it; `to_html` says so as an error."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    environment.cache_clear()
+    try:
+        assert "budget: 40.0 MiB" in SMALL._repr_html_()
+        assert "jaxsub[plot]" in SMALL._repr_html_()
+        with pytest.raises(ImportError, match=r'HTML needs jinja2: pip install "jaxsub\[plot\]"'):
+            SMALL.to_html()
+    finally:
+        environment.cache_clear()

@@ -1,6 +1,6 @@
 /* Says what is alive at the moment under the pointer. Reads the JSON beside it, sets text as text, asks for nothing. */
 (function(){
-var phases=["forward","forward again","backward"];
+var phases=["forward","recomputed","backward"];
 function bytes(n){var u=["B","KiB","MiB","GiB"],i=0;while(n>=1024&&i<3){n/=1024;i++}
 return(i?n.toFixed(n<10?2:1):n.toFixed(0))+" "+u[i]}
 function start(root){
@@ -14,9 +14,10 @@ function show(i){
 i=Math.max(0,Math.min(data.steps.length-1,i));if(i===at)return;at=i;
 var s=data.steps[i],alive=data.pieces.filter(function(p){return p[0]<=i&&i<p[0]+p[1]});
 var groups={},total=s[3]+s[4];
-alive.forEach(function(p){total+=p[2];var k=p[3]+"|"+p[2];(groups[k]=groups[k]||[0,p[2],p[3]])[0]++});
+alive.forEach(function(p){total+=p[2];var l=p[3]<0?"stored":data.labels[p[3]],f=l.replace(/^[^\s:]+(?=: )/,function(m){return m.replace(/\d+/g,"*")}),k=f+"|"+p[2];
+var g=groups[k]=groups[k]||[0,p[2],l];g[0]++;if(g[2]!==l)g[2]=f});
 var rows=Object.values(groups).sort(function(a,b){return b[0]*b[1]-a[0]*a[1]});
-var lines=rows.slice(0,8).map(function(r){return[bytes(r[0]*r[1]),(r[0]>1?r[0]+" x ":"")+(r[2]<0?"stored":data.labels[r[2]])]});
+var lines=rows.slice(0,8).map(function(r){return[bytes(r[0]*r[1]),(r[0]>1?r[0]+" × ":"")+r[2]]});
 var rest=rows.slice(8).reduce(function(n,r){return n+r[0]*r[1]},0);
 if(rest)lines.push([bytes(rest),"smaller"]);
 [["its own transients",s[3]],["cotangents on their way",s[4]]].forEach(
@@ -33,5 +34,5 @@ area.addEventListener("pointermove",function(e){if(!held)show(find(e))});
 area.addEventListener("click",function(e){held=!held;show(find(e));area.focus()});
 area.addEventListener("keydown",function(e){var d={ArrowLeft:-1,ArrowRight:1}[e.key];if(d){held=true;e.preventDefault();show(at+d)}});
 }
-document.querySelectorAll('[data-jaxsub="ROOT_ID"]').forEach(start);
+document.querySelectorAll('[data-jaxsub="{{ key }}"]').forEach(start);
 })();
