@@ -29,7 +29,6 @@ NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
-# Compiler options
 
 
 def version_of(text: str) -> tuple[int, ...]:
