@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerificationError,
     )
-    from jaxsub.core.plan import Measurement, Plan
+    from jaxsub.core.measurement import Measurement
+    from jaxsub.core.plan import Plan
     from jaxsub.devices import targets
     from jaxsub.diagnosis.doctor import doctor
     from jaxsub.step.jit import jit
@@ -59,7 +60,8 @@ _HOMES = {
     "core.budget": ("Budget",),
     "core.decisions": ("Segment",),
     "core.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "core.plan": ("Measurement", "Plan"),
+    "core.measurement": ("Measurement",),
+    "core.plan": ("Plan",),
     "diagnosis.doctor": ("doctor",),
     "step.jit": ("jit",),
     "step.max_batch": ("max_batch",),

@@ -14,8 +14,8 @@ import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
-core: __init__ tuning errors wrapped budget graph decisions codec shown chain output_reuse timeline simulate
-    folder disk_cache plan
+core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain output_reuse timeline
+    simulate folder disk_cache plan
 allocator: gradient allocation __init__
 planners: memo cheap milp_model milp_nested quantize dp_tables select baselines chen recursive
     revolve split_regions optimal auto milp __init__
@@ -39,7 +39,6 @@ show: __init__ curves text chart plot html
 
 FRONT = ("__init__", "cli", "__main__")
 DOWNWARD = {
-    ("core.errors", "core.plan"),
     ("core.plan", "show.plot"),
     ("core.shown", "show.html"),
     ("core.shown", "show.text"),
@@ -174,7 +173,7 @@ def test_the_import_check_can_fail(module, source, word):
     ("module", "source"),
     [
         ("core.shown", "class Shown:\n    def __str__(self):\n        from jaxsub.show.text import describe"),
-        ("core.errors", "if TYPE_CHECKING:\n    from jaxsub.core.plan import Measurement"),
+        ("core.shown", "class Shown:\n    def __str__(self):\n        from jaxsub.show.text import words_of"),
     ],
 )
 def test_named_imports_against_the_order_are_allowed(module, source):

@@ -27,7 +27,7 @@ import jax
 import matplotlib.pyplot as plt
 
 import jaxsub
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 from jaxsub.jaxpr.trace import trace
 from jaxsub.step.max_batch import largest
 

@@ -18,7 +18,8 @@ from jaxsub.api.explain import Explanation, explanation_of
 from jaxsub.api.frontier import POINTS, Frontier, frontier_of
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, open_store
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import measure_compiled

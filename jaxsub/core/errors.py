@@ -6,10 +6,7 @@ do next. All of them derive from `JaxsubError` and from the built-in exception a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 
 
 class JaxsubError(Exception):

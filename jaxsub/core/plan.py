@@ -1,4 +1,4 @@
-"""What is decided: `Segment`, `Plan`, and what was measured of it. Plain data, no JAX.
+"""What is decided: `Plan`. Plain data, no JAX.
 
 A `Plan` holds node and value indices of one program and that program's fingerprint. It prints, compares, is stored
 as JSON and loaded, and is refused on another function.
@@ -11,7 +11,7 @@ with m(v) = 0, and in its backward pass nothing asks for its result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.decisions import Segment, Slices, Way, walk
 from jaxsub.core.graph import Graph
+from jaxsub.core.measurement import Measurement
 from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.shown import Shown
 from jaxsub.core.simulate import check_runs, predict
@@ -29,45 +30,6 @@ from jaxsub.core.timeline import StageTimeline, stage_timeline
 SCHEMA = 1
 MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
 MOST_FAULTS = 8  # how many faults of a plan are named
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement(Shown):
-    """What the compiler reports for the gradient of a function.
-
-    Attributes:
-        temp_bytes: What it allocates beside arguments and outputs; budgets speak of this.
-        argument_bytes: Bytes of the arguments.
-        output_bytes: Bytes of the outputs.
-        alias_bytes: Bytes of outputs that reuse an argument's memory (donation).
-        flops: The compiler's own count; loops are counted once, whatever their length. Where the device is not there
-            those of the traced program, loops with their lengths. `None` where nobody counts.
-        compile_seconds: How long the compile took.
-        target: What it was compiled for, such as `cpu`.
-        host_temp_bytes: What it allocates in host memory, for what is offloaded.
-    """
-
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    flops: float | None
-    compile_seconds: float
-    target: str
-    host_temp_bytes: int = 0
-
-    def faults(self) -> list[str]:
-        """Figures that no compiler reports, each by its field.
-
-        Example:
-            >>> Measurement(8, 4, 4, 5, None, 0.5, "cpu").faults()
-            ['alias_bytes: 5 is more than the outputs, 4']
-        """
-        figures = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "target"}
-        found = [f"{name}: {figure} is below zero" for name, figure in figures.items() if (figure or 0) < 0]
-        if self.alias_bytes > self.output_bytes:
-            found.append(f"alias_bytes: {self.alias_bytes} is more than the outputs, {self.output_bytes}")
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsub.core.errors import UnsupportedError
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 from jaxsub.devices.aot import cross_compile
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.jaxpr.compat import cpu_measuring_options

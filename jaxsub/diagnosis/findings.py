@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxsub.core.budget import format_bytes
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 
 COLUMNS = 80
 

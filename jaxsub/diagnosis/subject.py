@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex_core
 from jax.sharding import NamedSharding
 
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 from jaxsub.devices.compile import measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import as_traced

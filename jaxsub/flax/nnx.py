@@ -21,7 +21,8 @@ from jaxsub.api import sublinear as api
 from jaxsub.api.explain import Explanation
 from jaxsub.api.frontier import Frontier
 from jaxsub.core.errors import UnsupportedError
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import P, R, Wrapped
 from jaxsub.step import jit as step
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better

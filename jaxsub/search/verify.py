@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, code_digest, key_of
-from jaxsub.core.plan import Holding, Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Holding, Plan
 from jaxsub.core.timeline import name_pieces, value_label
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Conditional, Inside, Segment, Slices, Way, walk
-from jaxsub.core.plan import Holding, Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Holding, Plan
 from jaxsub.show.curves import Row, alike, curves, is_cheap, merged
 
 if TYPE_CHECKING:

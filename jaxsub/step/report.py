@@ -16,7 +16,8 @@ from jax.tree_util import SequenceKey, keystr
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole

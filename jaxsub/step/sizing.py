@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsub.core.disk_cache import Store
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target

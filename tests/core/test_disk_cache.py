@@ -16,7 +16,7 @@ from mutations import STORES, hostile_bytes, mutated_store, peak_bytes, reset_pe
 
 from jaxsub.core import folder as folders
 from jaxsub.core.disk_cache import PATIENCE_SECONDS, Store, default_directory, key_of, open_store
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 
 KEY = key_of("a stage", "cpu")
 MEASURED = Measurement(4096, 16, 16, 0, None, 0.5, "cpu")

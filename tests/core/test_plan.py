@@ -15,7 +15,8 @@ from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.chain import Chain, Crossing, Option, Prediction, Run, Stage
 from jaxsub.core.errors import BudgetError, PlannerError
 from jaxsub.core.graph import graph_of
-from jaxsub.core.plan import Holding, Measurement, Plan, Segment, plan_from_runs, walk
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Holding, Plan, Segment, plan_from_runs, walk
 from jaxsub.core.simulate import predict
 from jaxsub.show.text import describe
 

@@ -12,7 +12,7 @@ import pytest
 import zoo
 
 import jaxsub
-from jaxsub.core.plan import Measurement
+from jaxsub.core.measurement import Measurement
 
 EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "benchmarks")]

@@ -13,7 +13,8 @@ from jaxsub import planners
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.errors import InfeasibleBudgetError, PlannerError
-from jaxsub.core.plan import Measurement, Plan, Segment, plan_from_runs
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan, Segment, plan_from_runs
 from jaxsub.core.simulate import predict
 from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, optimal, register
 from jaxsub.planners import select as fit

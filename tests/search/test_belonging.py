@@ -17,7 +17,8 @@ from mutations import PLANS, mutated_bytes, mutated_json, peak_bytes, reset_peak
 import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search.belonging import plan_faults, require_belonging

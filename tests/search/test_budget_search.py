@@ -8,7 +8,8 @@ import pytest
 
 from jaxsub.core.chain import Chain, Prediction, Stage
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.plan import Budget, Measurement, Plan, Segment
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Budget, Plan, Segment
 from jaxsub.core.tuning import TUNING
 from jaxsub.search import budget_search
 from jaxsub.search.bracket import Bracket, largest

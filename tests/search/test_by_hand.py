@@ -14,7 +14,8 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Segment
 from jaxsub.core.graph import graph_of
-from jaxsub.core.plan import Measurement, Plan
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts

@@ -24,7 +24,8 @@ from jaxsub.api.explain import _scope
 from jaxsub.api.frontier import spread
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Crossing, Option, Run, Stage
-from jaxsub.core.plan import Holding, Measurement, Plan, Segment, plan_from_runs
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Holding, Plan, Segment, plan_from_runs
 from jaxsub.show.curves import again, curves, savers
 from jaxsub.show.html import MOST_BYTES, environment, fragment, page
 
