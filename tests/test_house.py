@@ -19,7 +19,7 @@ core: __init__ tuning shown measurement errors wrapped budget graph decisions co
 allocator: gradient allocation __init__
 planners: memo cheap milp_model milp_nested quantize dp_tables select baselines chen recursive
     revolve split_regions optimal auto milp __init__
-jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace arguments
+jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace order arguments
     tangents axis_rules axis_bodies axes
 devices: __init__ aot_worker targets aot compile
 partition: __init__ cuts inner_programs min_cut

@@ -27,7 +27,8 @@ from jaxsub.core.shown import Shown
 from jaxsub.core.simulate import check_runs, predict
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
-SCHEMA = 1
+SCHEMA = 2
+DIGITS = 12  # hexadecimal, for each equation: two of some thousands are hardly ever alike by chance
 MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
 MOST_FAULTS = 8  # how many faults of a plan are named
 
@@ -68,7 +69,7 @@ class Plan(Shown):
         lower_bound: A certified lower bound on `prediction.extra_flops` for any schedule of the same stages that needs
             no more memory, that of `jaxsub.planners.milp`; `None` where nobody asked (`bound=True`, `planner="milp"`).
         holdings: What it keeps, largest first, in words.
-        equations: Four hexadecimal digits for each equation of its program, to name the first that differs.
+        equations: `DIGITS` hexadecimal digits for each equation of its program, in their order.
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
         slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.
@@ -199,8 +200,8 @@ class Plan(Shown):
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
         n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices)
-        if len(self.equations) not in (0, 4 * n_traced):
-            found.append(f"equations: {len(self.equations)} digits, not {4 * n_traced}")
+        if len(self.equations) not in (0, DIGITS * n_traced):
+            found.append(f"equations: {len(self.equations)} digits, not {DIGITS * n_traced}")
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 

@@ -18,7 +18,8 @@ from jaxsub.emission.folding import in_slices
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program, first_difference
+from jaxsub.jaxpr.order import first_difference, ordered_as
+from jaxsub.jaxpr.trace import Program
 
 
 def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
@@ -26,7 +27,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
     Args:
         program: The function, traced.
-        plan: The plan, made for this program.
+        plan: The plan, made for this program, or for one that differs from it only in the order of its equations.
 
     Returns:
         A function of the program's flat inputs, constants first, that returns its flat outputs.
@@ -46,6 +47,7 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
         >>> [round(float(y), 4) for y in emit(program, plan)(1.0)]
         [0.7456]
     """
+    program = ordered_as(program, plan)
     check(program, plan)
     program, plan = in_slices(program, plan)
     return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)

@@ -7,7 +7,6 @@ like any other: its passes are traced, its lives counted and its memory compiled
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -91,10 +90,7 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
         eqns += [*program.eqns[at : run.start], _folded(program, run)]
         at = run.stop
     eqns += program.eqns[at:]
-    names = [v.name or "" for v in program.graph.values[: len(program.invars)]]
-    folded = program_of(eqns, list(program.invars), list(program.outvars), list(program.consts),
-                        set(program.differentiated), program.loss, program.out_tree, names, program.traced)  # fmt: skip
-    return replace(folded, shardings=program.shardings, platform=program.platform, is_of_spread=program.is_of_spread)
+    return program.with_eqns(eqns)
 
 
 def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | None:

@@ -81,6 +81,13 @@ class Program:
         """Shapes and dtypes of all inputs, constants first."""
         return tuple(v.aval for v in self.invars)
 
+    def with_eqns(self, eqns: Sequence[Any]) -> Program:
+        """The program with other equations, or its own in another order, that make the same outputs of its inputs."""
+        names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
+        made = program_of(list(eqns), list(self.invars), list(self.outvars), list(self.consts),
+                          set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
+        return replace(made, shardings=self.shardings, platform=self.platform, is_of_spread=self.is_of_spread)
+
     def part(self, inner: Program) -> Program:
         """A program inside this one, such as the body of a loop, compiled for the same devices."""
         return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
@@ -326,28 +333,6 @@ def _shaped(aval: Any) -> Any:
     """An aval with a shape and dtype: a reference's contents, an empty array for a token."""
     inner = getattr(aval, "inner_aval", aval)
     return inner if hasattr(inner, "shape") and hasattr(inner, "dtype") else jax.ShapeDtypeStruct((0,), jnp.bool_)
-
-
-def equation_digests(program: Program) -> str:
-    """Four hexadecimal digits for each equation: what it is, and which values it reads."""
-    rows = zip(program.signatures, program.graph.nodes, strict=True)
-    return "".join(hashlib.blake2b(s + repr(n.inputs).encode(), digest_size=2).hexdigest() for s, n in rows)
-
-
-def first_difference(program: Program, digests: str) -> str:
-    """Say which equation of a program is the first to differ from what `equation_digests` noted; empty if none were."""
-    if not digests:
-        return ""
-    ours, nodes = equation_digests(program), program.graph.nodes
-    there, here = ([text[i : i + 4] for i in range(0, len(text), 4)] for text in (digests, ours))
-    at = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here)))
-    if at < len(nodes):
-        outputs = ", ".join(str(program.graph.values[v]) for v in nodes[at].outputs)
-        line = f" at {nodes[at].source}" if nodes[at].source else ""
-        return f"The first equation that differs is number {at}, here `{nodes[at].primitive}` -> {outputs}{line}. "
-    if at < len(there):
-        return f"The first {at} equations agree; the plan's function had {len(there) - at} more. "
-    return "Their equations agree; what differs is their arguments, their results or what is differentiated. "
 
 
 def aval_bytes(aval: Any) -> int:

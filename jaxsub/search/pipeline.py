@@ -29,8 +29,9 @@ from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.order import equation_digests, ordered_as
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
-from jaxsub.jaxpr.trace import Program, equation_digests
+from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
 from jaxsub.planners.memo import Held
@@ -100,7 +101,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     whoever asks for its gradient.
     """
     if settings.plan is not None:
-        return require_belonging(program, settings.plan)
+        return require_belonging(ordered_as(program, settings.plan), settings.plan)
     if settings.mirror is not None and not isinstance(settings.mirror, Mapping):
         return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):

@@ -1,8 +1,9 @@
 """Finished plans on disk, by all that decides them: found by another process without tracing or compiling a stage.
 
 In goes a traced program and what was asked for; out comes the plan that was made for that before, or nothing. The key
-holds the program's fingerprint, the budget, the planner and its settings, the target, the versions of JAX, and a digest
-of this package's own code: what is found is what planning anew would find. A planner of the user's own is asked each
+holds the program's fingerprint, in whatever order its equations stand (`jaxsub.jaxpr.order`), the budget, the planner
+and its settings, the target, the versions of JAX, and a digest of this package's own code: what is found is what
+planning anew would find. A planner of the user's own is asked each
 time: nobody knows what it depends on. Source lines are no part of a fingerprint: labels are made anew.
 
 What is found is checked whole before it is believed: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
@@ -22,7 +23,8 @@ from jaxsub.emission.emit import check
 from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.identity import of_jax
-from jaxsub.jaxpr.trace import Program, equation_digests
+from jaxsub.jaxpr.order import equation_digests, ordered_as, unordered_fingerprint
+from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
 from jaxsub.search.verify import finish, measured_key, recalled
@@ -33,7 +35,7 @@ def shelf_key(program: Program, planner: Planner, target: Target, asked: str) ->
     if not type(planner).__module__.startswith("jaxsub.planners."):
         return None
     is_mapped = str(compat.names_axes(program.traced))
-    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint,
+    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", unordered_fingerprint(program),
                   repr(planner), is_mapped, asked)  # fmt: skip
 
 
@@ -57,6 +59,7 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
     plan: Plan | None = store.get(key, Plan)
     if plan is None or plan.faults():
         return None
+    program = ordered_as(program, plan)
     try:
         check(program, plan)
     except (PlanMismatchError, UnsupportedError):

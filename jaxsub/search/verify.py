@@ -24,8 +24,9 @@ from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.identity import of_jax
+from jaxsub.jaxpr.order import equation_digests, ordered_as
 from jaxsub.jaxpr.shardings import constrain, placed
-from jaxsub.jaxpr.trace import Program, equation_digests
+from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.planners.select import expected_compile_seconds
@@ -172,13 +173,14 @@ def peak_line(program: Program, plan: Plan) -> str:
     """Where the peak of a plan is expected, with the user's line; empty where that is not known."""
     if plan.prediction is None or not plan.barriers:
         return ""
-    starts = [0, *plan.barriers]
+    program, starts = ordered_as(program, plan), [0, *plan.barriers]
     node = program.graph.nodes[starts[min(plan.prediction.peak_at, len(starts) - 1)]]
     return f" The peak is near `{node.primitive}` at {node.source}." if node.source else ""
 
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     """Put the budget and what is kept, in words, into a plan."""
+    program = ordered_as(program, plan)
     named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
     told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program)}

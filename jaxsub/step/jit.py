@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import hashlib
 import inspect
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, overload
 
 import jax.core
@@ -32,6 +32,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import Statics
 from jaxsub.jaxpr.identity import of_jax
+from jaxsub.jaxpr.order import equation_digests, unordered_digest, unordered_fingerprint
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
@@ -280,12 +281,15 @@ class Step(Wrapped[P, R]):
             sizing = self.sizing(args, kwargs, told)
             n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
             best = self._found(sizing, n_bytes)
+            if sizing.first.is_alike and best in (None, sizing.first):
+                sizing, best = self.sizing(args, kwargs, told, may_be_alike=False), None
             if best is None:
                 best = sizing.run(n_bytes)
                 if best is None:
                     raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
                 for key, plan in best.plans.items():
-                    put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
+                    digests = plan.equations or equation_digests(best.trial.sites[key].program)
+                    put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
         run = best.run if sizing.target.is_present else self._jitted(best.trial)
         return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
 
@@ -300,20 +304,22 @@ class Step(Wrapped[P, R]):
         return attempt if step_bytes(attempt.measurement) <= n_bytes else None
 
     def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
-        target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
-        asked = repr((settings.planner, settings.verify, settings.profile, settings.budget))
+        target, site = sizing.target, sizing.first.trial.sites[fingerprint]
+        asked = repr(attrgetter("planner", "verify", "profile", "budget")(site.settings))
         return key_of("step's plan", code_digest(), of_jax(), target.name, target.spec or "",
-                      sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
+                      sizing.first.digest, str(n_bytes), unordered_fingerprint(site.program), asked)  # fmt: skip
 
-    def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None]) -> Sizing:
+    def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None], *,
+               may_be_alike: bool = True) -> Sizing:  # fmt: skip
         """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
         target = get_target(self.target)
 
-        def compile_trial(trial: Trial) -> Attempt:
+        def compile_trial(trial: Trial, *, may_be_alike: bool = False) -> Attempt:
             told("the whole step")
-            return self.compile(trial, args, kwargs)
+            return self.compile(trial, args, kwargs, may_be_alike=may_be_alike)
 
-        return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told)
+        first = compile_trial(Trial(target), may_be_alike=may_be_alike)
+        return Sizing(first, compile_trial, target, open_store(self._cache), told)
 
     def _n_bytes(self, first: Attempt) -> int:
         """What the step may take, in bytes."""
@@ -333,8 +339,10 @@ class Step(Wrapped[P, R]):
         self._jitted(trial).trace(*args, **kwargs)
         return trial.sites
 
-    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
-        """Compile the step under a trial's plans, unless what comes out of that is on disk."""
+    def compile(
+        self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_alike: bool = False
+    ) -> Attempt:
+        """Compile the step under a trial's plans, unless that is on disk, of another order of operations perhaps."""
         start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
         updates = Findings()
         jitted = self._jitted(trial, updates, is_here=target.is_present)
@@ -344,16 +352,18 @@ class Step(Wrapped[P, R]):
         with chosen:
             lowered = jitted.lower(*args, **kwargs) if target.is_present else None
             text = lowered.as_text() if lowered is not None else lowered_text(jitted, args, target, kwargs)
-            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
-            key = key_of("step", target.name, target.spec or "", repr(options), digest)
-            found = recalled(store, key, target)
+            digest = unordered_digest(text)
+            keys = [key_of("step", target.name, target.spec or "", repr(options), said) for said in (text, digest)]
+            found = recalled(store, keys[0], target)
+            is_alike = found is None and may_be_alike and (found := recalled(store, keys[1], target)) is not None
             if found is None:
                 quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
                 compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
-                store.put(key, found)
-        return Attempt(trial, found, jitted, digest, updates)
+                for key in keys:
+                    store.put(key, found)
+        return Attempt(trial, found, jitted, digest, updates, is_alike)
 
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)

@@ -97,6 +97,4 @@ PROGRAMS = _table(
 )
 
 SMALL = "jax_split_keys jax_custom_root jax_fourier_operator jaxopt_bilevel rlax_impala".split()
-"""Programs that take the least time to plan, and of which a second process finds every plan: what CI runs.
-
-Of `numpyro_vae` and `optimistix_deq` it does not find all yet: the whole table says so."""
+"""Programs that take the least time to plan: what CI runs."""

@@ -71,6 +71,20 @@ def test_what_is_right_passes(tmp_path):
     assert "1 ran, 0 failed" in summary([found])
 
 
+def test_what_a_library_compiles_while_it_is_traced_is_no_fault(tmp_path):
+    """A loss that runs an operation of its own in each trace passes: the second process compiles nothing of ours."""
+
+    def eager(params, x):
+        with jax.ensure_compile_time_eval():
+            scale = jnp.cbrt(jnp.ones(3)).sum() / 3
+        return scale * loss(params, x)
+
+    built = Built(eager, (PARAMS, X))
+    *_, found = merged(first(built, 0.75, tmp_path))
+    *_, second = merged(again(built, found, tmp_path))
+    assert second["faults"] == []
+
+
 def test_plans_that_are_made_again_are_a_fault(tmp_path):
     """A second process that finds no plan compiles, and that is reported."""
     *_, found = merged(first(BUILT, 0.75, tmp_path))

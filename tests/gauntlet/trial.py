@@ -32,19 +32,28 @@ rounding, as those of a bias before batch normalisation."""
 
 @dataclass
 class Cost:
-    """What a piece of work took: processor seconds, and programs compiled."""
+    """What a piece of work took: processor seconds, and programs compiled, by name."""
 
     seconds: float = 0.0
-    compiles: int = field(default=0)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def compiles(self) -> int:
+        """How many programs were compiled."""
+        return len(self.names)
 
 
 @contextmanager
-def counted() -> Iterator[Cost]:
-    """Count processor seconds and compiles, from an empty cache of traces."""
-    cost = Cost()
+def counted(beside: Iterable[str] = ()) -> Iterator[Cost]:
+    """Count processor seconds and compiles, from an empty cache of traces; those `beside` ours, by name, do not count.
 
-    def count(event: str, *_: Any, **__: Any) -> None:
-        cost.compiles += event == COMPILED
+    Some libraries run operations while they are traced, and JAX compiles each of them.
+    """
+    cost, beside = Cost(), set(beside)
+
+    def count(event: str, *_: Any, fun_name: str = "", **__: Any) -> None:
+        if event == COMPILED and fun_name not in beside:
+            cost.names.append(fun_name)
 
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -214,8 +223,11 @@ def step_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
 
 def again(built: Built, found: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """The same in another process: plans are read and not made, and the step's results are the same."""
+    plain, args = step_of(built, built.loss)
+    with counted() as tracing:
+        jax.jit(plain).trace(*args)
     fun = jaxsub.sublinear(built.loss, budget=found["budget_bytes"], cache=folder / "cache", progress=False)
-    with counted() as plan_cost:
+    with counted(tracing.names) as plan_cost:
         plan = fun.plan(*built.args)
     same = plan == jaxsub.Plan.load(folder / "plan.json")
     faults = [] if same else ["second process: another plan"]
@@ -223,7 +235,7 @@ def again(built: Built, found: dict[str, Any], folder: Path) -> Iterator[dict[st
         "faults": faults + ([f"second process: {plan_cost.compiles} compiles for a plan"] if plan_cost.compiles else [])
     }
     step, args = planned_step(built, found["memory_bytes"], folder)
-    with counted() as cost:
+    with counted(tracing.names) as cost:
         step.report(*args)
     faults = [f"second process: {cost.compiles} compiles to fit the step"] if cost.compiles else []
     far = difference(numbers(step(*args)), pickle.loads((folder / "wanted.pickle").read_bytes()), built.rtol)
