@@ -17,7 +17,7 @@ ORDER = """
 core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain output_reuse timeline
     simulate folder disk_cache plan
 allocator: gradient allocation __init__
-planners: memo cheap milp_model milp_nested quantize dp_tables select baselines chen recursive
+planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace order arguments
     tangents axis_rules axis_bodies axes

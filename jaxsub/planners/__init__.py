@@ -22,14 +22,13 @@ Pass it as `planner=`, or give it a name with `jaxsub.planners.register("every_o
     >>> plan.planner, plan.n_regions
     ('every_other', 3)
 
-What a chain holds and what runs are: `jaxsub.core.chain`. A budget that none of its plans is predicted to fit is
-refused with `jaxsub.InfeasibleBudgetError`.
+`jaxsub.core.chain` explains chains and runs. A planner raises `jaxsub.InfeasibleBudgetError` where none of its plans is
+predicted to fit.
 
-On one chain no planner of the table is predicted to execute more again in a larger budget: `milp` as far as its solver
-gets in its time, `optimal` and `auto` from 64 stages on to a thousandth of a forward pass. A function that may be cut
-in several ways is planned on more than one chain; where plans need what is predicted a larger budget buys no less there
-either, of planners that work out all budgets of a chain at once by a method `solved(chain)`: all of the table that
-execute anything again, but `milp`. Where predictions err that is tried on random programs, and not promised.
+On one chain a larger budget never gets a plan that is predicted to recompute more: for `milp` as far as its solver gets
+in its time, for `optimal` and `auto` from 64 stages on to a thousandth of a forward pass. Over several partitions of a
+program the same holds, where predictions are exact, for planners that plan a chain for all budgets at once (a method
+`solved(chain)`): all of the table but `milp`. Where predictions err it is tested on random programs, not promised.
 """
 
 from __future__ import annotations
@@ -52,14 +51,15 @@ from jaxsub.planners.revolve import Revolve
 
 
 class Planner(Protocol):
-    """What plans a chain."""
+    """Any object that plans a chain."""
 
     def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
         """Plan a chain.
 
         Args:
-            chain: What everything costs.
-            budget_bytes: What the plan may be predicted to allocate, in bytes; `None` for the planner's natural plan.
+            chain: The stages, their options and their costs.
+            budget_bytes: The most that the plan may be predicted to allocate, in bytes; `None` for the planner's
+                natural plan.
 
         Raises:
             InfeasibleBudgetError: If none of its plans is predicted to fit; asking for `least_bytes` must succeed.
@@ -81,7 +81,7 @@ _TABLE: dict[str, Planner] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of all planners."""
+    """List the names of all planners."""
     return tuple(_TABLE)
 
 
@@ -89,11 +89,11 @@ def register(name: str, planner: Planner) -> None:
     """Give a planner a name.
 
     Args:
-        name: The name, letters, digits and underscores; one that is taken is given away.
+        name: Letters, digits and underscores; a name that is taken now means this planner.
         planner: The planner.
 
     Raises:
-        PlannerError: If the name is no such name, or the planner cannot be called.
+        PlannerError: If the name has other characters, or the planner cannot be called.
     """
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise PlannerError(f"a planner's name must be letters, digits and underscores, got {name!r}")
@@ -103,13 +103,14 @@ def register(name: str, planner: Planner) -> None:
 
 
 def get(planner: str | Planner) -> Planner:
-    """Find a planner by name; a planner is returned as it is.
+    """Find a planner by name; return a planner as it is.
 
     Args:
-        planner: A name, with whole numbers to make it with where it takes some, such as `recursive(2)`; or a planner.
+        planner: A name, with whole numbers as arguments where the planner takes some, such as `recursive(2)`; or a
+            planner.
 
     Raises:
-        PlannerError: If there is no such planner, or it does not take what the parentheses hold.
+        PlannerError: If there is no such planner, or it does not take these arguments.
 
     Example:
         >>> get("recursive(2)")

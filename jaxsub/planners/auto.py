@@ -1,7 +1,7 @@
-"""`auto`, the default: run what applies and keep the fastest plan that is predicted to fit.
+"""`auto`, the default: run all planners that apply and keep the fastest plan that is predicted to fit.
 
-That is `optimal`'s plan nearly always, since the others' plans are among those it chooses from; its rounding to slots
-leaves them a chance. Without a budget it is `optimal`'s plan.
+That is nearly always `optimal`'s plan, which is worse than another's only by its rounding to slots. Without a budget it
+is `optimal`'s plan.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.plan import Plan
 from jaxsub.planners.cheap import Cheap
 from jaxsub.planners.chen import Chen
-from jaxsub.planners.memo import Answer, solved
+from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.recursive import Recursive
 from jaxsub.planners.revolve import Revolve
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(AllBudgets):
     """Plan with every planner that applies and keep the best.
 
     Example:
@@ -34,26 +34,13 @@ class Auto:
         ('optimal', 5)
     """
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for the least memory that one extra forward pass buys.
-
-        Raises:
-            InfeasibleBudgetError: If no plan is predicted to fit.
-        """
-        return self.solved(chain)(budget_bytes)
-
     def solved(self, chain: Chain) -> Answer:
-        """Its plans of one chain for all budgets."""
-        planners = (Optimal(), Chen(), Cheap(), Recursive(), Revolve())
-        return partial(_best, [solved(planner, chain) for planner in planners])
+        """Plan a chain for all budgets; without one, the least memory that one extra forward pass buys."""
+        return partial(_best, [p.solved(chain) for p in (Optimal(), Chen(), Cheap(), Recursive(), Revolve())])
 
 
 def _best(answers: Sequence[Answer], budget_bytes: int | None) -> Plan:
-    """The best of all answers; the first is `optimal`'s, and alone knows what to plan without a budget."""
+    """Choose the best of all answers; the first is `optimal`'s, which decides alone without a budget."""
     if budget_bytes is None:
         return answers[0](None)
     found: list[Plan] = []

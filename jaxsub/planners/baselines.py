@@ -1,22 +1,23 @@
 """`plain` and `barriers`: no recomputation at all, without and with gradient barriers.
 
-`plain` leaves the program as it is. `barriers` puts a gradient barrier in front of every stage, so that the weight
-gradients of one stage are added up before the backward pass goes on: free at run time, and where weights are shared
-often a large saving. Without shared weights the two need the same.
+`plain` leaves the program as it is. `barriers` puts a gradient barrier in front of every stage, so that XLA adds up the
+weight gradients of one stage before the backward pass goes on. That costs no run time and often saves much memory where
+weights are shared; elsewhere the two need the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from jaxsub.core.chain import Chain
 from jaxsub.core.output_reuse import unfenced
-from jaxsub.core.plan import Plan
+from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.select import Candidates
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(AllBudgets):
     """Plan nothing: the program as it is.
 
     Example:
@@ -25,22 +26,14 @@ class Plain:
         ()
     """
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for any.
-
-        Raises:
-            InfeasibleBudgetError: If the program is predicted not to fit.
-        """
+    def solved(self, chain: Chain) -> Answer:
+        """Plan a chain for all budgets."""
         found = Candidates(unfenced(chain), lambda _: chain.plain(), "plain")
-        return found.cheapest([0], budget_bytes).replace(barriers=())
+        return lambda budget_bytes: found.cheapest([0], budget_bytes).replace(barriers=())
 
 
 @dataclass(frozen=True, slots=True)
-class Barriers:
+class Barriers(AllBudgets):
     """Plan gradient barriers in front of every stage and nothing else.
 
     Example:
@@ -49,14 +42,6 @@ class Barriers:
         (4,)
     """
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for any.
-
-        Raises:
-            InfeasibleBudgetError: If the program is predicted not to fit.
-        """
-        return Candidates(chain, lambda _: chain.plain(), "barriers").cheapest([0], budget_bytes)
+    def solved(self, chain: Chain) -> Answer:
+        """Plan a chain for all budgets."""
+        return partial(Candidates(chain, lambda _: chain.plain(), "barriers").cheapest, [0])

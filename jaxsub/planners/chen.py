@@ -1,33 +1,31 @@
 """The paper's planner: greedy segments under B (Algorithm 3) and the search over B (Appendix A).
 
-Algorithm 3 walks through the program and ends a segment as soon as what was made in it exceeds B. It gives x, the
-approximate bytes between segments, and y, those inside the largest. Appendix A runs it with B = 0, then with
+Algorithm 3 walks through the program and ends a segment as soon as the values made in it exceed B bytes. It returns x,
+the approximate bytes between segments, and y, those inside the largest. Appendix A runs it with B = 0, then with
 B = sqrt(x y), then on a grid of six around that, and takes the exact cost of each plan from a static allocator. On a
 chain of n equal stages the least peak grows as sqrt(n), at no more than one extra forward pass.
 
 `greedy_mirror_counts` is Algorithm 3 on nodes, word for word. `greedy_plan` is the same on a chain, whose stages are
-the nodes and whose cuts are the candidate splitting points. `Chen` searches over B; its exact costs are those of
-`jaxsub.core.simulate.predict`, the exact allocator of this house. A segment is one region that saves nothing; the last
-is not wrapped, so its backward pass starts at once.
+the nodes and whose cuts are the candidate splitting points. `Chen` searches over B and takes exact costs from
+`jaxsub.core.simulate.predict`. A segment is one region that saves nothing; the last is not wrapped, so its backward
+pass starts at once.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.3, Algorithm 3 and
 Appendix A. Ours in addition: with a budget in bytes, B is also tried over its full range, as densely, up to the plan
-of no recompute. The same plans are compared for every budget: a larger one never gets more recompute, and asking for
-`least_bytes` succeeds.
+of no recompute. Every budget compares the same plans: a larger one never recomputes more, and `least_bytes` succeeds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from jaxsub.core.budget import Budget, format_bytes
-from jaxsub.core.chain import Chain, Prediction, Run
-from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Run
 from jaxsub.core.graph import Graph
 from jaxsub.core.plan import Plan, plan_from_runs
-from jaxsub.planners.memo import Answer
+from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.select import Candidates
 
 
@@ -42,7 +40,7 @@ def greedy_mirror_counts(
         budget_bytes: The approximate bytes that one segment may make, the paper's B.
 
     Returns:
-        m(v) for each node, 0 where its result is kept and 1 where it is recomputed; x, the approximate bytes between
+        m(v) for each node, 0 where its result is saved and 1 where it is recomputed; x, the approximate bytes between
         segments; y, the approximate bytes of the largest segment that ends at a candidate.
 
     Example:
@@ -70,8 +68,8 @@ def greedy_mirror_counts(
 def greedy_plan(chain: Chain, budget_bytes: float) -> tuple[tuple[Run, ...], int, int]:
     """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes.
 
-    The candidate splitting points are the cuts between stages. What a segment stores is what it makes and others read:
-    a value that crosses many cuts counts once, where it is made.
+    The candidate splitting points are the cuts between stages. A segment stores the values that it makes and later
+    segments read: a value that crosses many cuts counts once, where it is made.
 
     Args:
         chain: The chain.
@@ -107,11 +105,11 @@ def _segment(chain: Chain, start: int, stop: int) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Chen:
+class Chen(AllBudgets):
     """Plan with the paper's search over B.
 
     Without a budget it keeps the plan of least predicted peak among B = 0, B = sqrt(x y) and the paper's grid. With a
-    budget it keeps the plan of least recompute among those that fit it, B over its full range.
+    budget it tries B over its full range and keeps the plan of least recompute that fits.
 
     Attributes:
         n_grid: How many B to try on [B / sqrt(2), sqrt(2) B]; the paper's 6.
@@ -137,29 +135,16 @@ class Chen:
         if self.n_grid < 2:
             raise ValueError(f"the grid over B needs at least 2 points, got n_grid={self.n_grid}")
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: What the compiler may allocate beside arguments and outputs; `None` for the least peak.
-
-        Returns:
-            The plan; its prediction is exact on the chain.
-
-        Raises:
-            InfeasibleBudgetError: If no plan of the search fits the budget.
-        """
-        return self.solved(chain)(budget_bytes)
-
     def solved(self, chain: Chain) -> Answer:
-        """Its plans of one chain for all budgets."""
+        """Plan a chain for all budgets; without one, the least peak."""
         found = Candidates(chain, lambda b: greedy_plan(chain, b)[0], "chen")
 
         def answer(budget_bytes: int | None) -> Plan:
-            every = found.priced(self._grid(chain, is_full=budget_bytes is not None))
-            runs = _least_peak(every) if budget_bytes is None else _least_recompute(every, budget_bytes)
-            return plan_from_runs(chain, runs, budget=Budget(n_bytes=budget_bytes), planner="chen")
+            grid = self._grid(chain, is_full=budget_bytes is not None)
+            if budget_bytes is not None:
+                return found.cheapest(grid, budget_bytes)
+            runs = min(found.priced(grid), key=lambda f: (f[1].temp_bytes, f[1].extra_flops))[0]
+            return plan_from_runs(chain, runs, budget=Budget(n_bytes=None), planner="chen")
 
         return answer
 
@@ -174,20 +159,3 @@ class Chen:
             while b >= least > 0:
                 yield b
                 b *= 2 ** (-1 / (self.n_grid - 1))
-
-
-def _least_peak(found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
-    return min(found, key=lambda f: (f[1].temp_bytes, f[1].extra_flops))[0]
-
-
-def _least_recompute(found: Sequence[tuple[tuple[Run, ...], Prediction]], budget_bytes: int) -> tuple[Run, ...]:
-    fitting = [f for f in found if f[1].temp_bytes <= budget_bytes]
-    if not fitting:
-        least = min(prediction.temp_bytes for _, prediction in found)
-        raise InfeasibleBudgetError(
-            f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak of the paper's segments, "
-            f'`{format_bytes(least)}`. Pass budget={least} or more, or planner="auto".',
-            requested_bytes=budget_bytes,
-            least_bytes=least,
-        )
-    return min(fitting, key=lambda f: (f[1].extra_flops, f[1].temp_bytes))[0]

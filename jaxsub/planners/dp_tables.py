@@ -2,19 +2,19 @@
 
 Memory is counted in slots of equal size. Two tables are filled from the last stage to the first:
 
-* inside a nest, `extra[s, t, m]`: stages `s .. t` backward in `m` slots, their forward pass being paid for by
-  entering the nest. The first of them either stands unwrapped, or ends the nest, or opens a run `s .. q - 1` that
-  is executed again: entering it costs its forward pass and `extra[s, q - 1, m]` inside, and what follows has
-  `m` less what crosses cut `q`;
-* at the top level, `top[s, m]`, alike, with every option of every item, and the first forward pass for nothing.
+* inside a nest, `extra[s, t, m]`: the backward pass of stages `s .. t` in `m` slots; entering the nest has paid for
+  their forward pass. The first stage either is not wrapped, or ends the nest, or opens a run `s .. q - 1` that is
+  recomputed: entering it costs its forward pass and `extra[s, q - 1, m]` inside, and the rest has `m` less the slots of
+  the values that cross cut `q`;
+* at the top level, `top[s, m]`: the same with every option of every item; the first forward pass costs nothing.
 
-For a given `s` and `q` what is stored does not depend on `t`: NumPy works on all `t` and `m` at once, `n²/2` steps
-for `n` stages, and of long chains only on those that a cheapest plan may need: what executes more again than plans
-without nests do in as many slots is left out. Bytes are rounded to slots (`jaxsub.planners.quantize`). A plan read back
-from the tables is therefore near its slot but not exactly at it: `jaxsub.core.simulate.predict` has the last word.
+For given `s` and `q` the stored bytes do not depend on `t`, so NumPy works on all `t` and `m` at once: `n²/2` steps for
+`n` stages. For long chains it fills only entries that a cheapest plan may need: those that recompute no more than plans
+without nests in as many slots. Bytes are rounded to slots (`jaxsub.planners.quantize`), so a plan read back from the
+tables needs about its slots, not exactly: `jaxsub.core.simulate.predict` has the last word.
 
-Regions save values inside nests too, but for the last of a nest, which runs backward at once: it would be executed
-again no less, and compilers hold more beside what it saves than is predicted.
+Regions save values inside nests too, except the last region of a nest: its backward pass starts at once, so saving
+avoids no recompute, and compilers keep more live beside the saved values than is predicted.
 
 Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous chains* (2019),
 with options, inside nests too.
@@ -31,10 +31,10 @@ import numpy as np
 from jaxsub.core.chain import Chain, Run
 from jaxsub.planners.quantize import INFINITE, Choice, Costs, costs_of
 
-Single = tuple[Run, int, int, np.float32]  # a run that is no nest, slots stored, least slots, FLOPs again
-Found = tuple[np.float32, int, Run | None, int]  # FLOPs again, where it stops, the run (`None`: a nest), slots stored
-TABLE_BYTES = 2**28  # what all tables of one kind may take; more stages get fewer slots
-FEW_STAGES = 16  # chains of fewer stages are solved quickly, whatever is left out
+Single = tuple[Run, int, int, np.float32]  # a run without children, slots stored, least slots, FLOPs recomputed
+Found = tuple[np.float32, int, Run | None, int]  # FLOPs recomputed, its stop, the run (`None`: a nest), slots stored
+TABLE_BYTES = 2**28  # all tables of one kind take at most so much; more stages get fewer slots
+FEW_STAGES = 16  # chains of fewer stages are solved quickly without leaving entries out
 MOST_FLOPS = np.finfo(np.float32).max
 ROUNDING = np.float32(1e-4)  # relative; sums of many float32
 
@@ -45,7 +45,7 @@ class Nests:
 
     Attributes:
         extra: `f32[s, t, m]`; defined for `t >= s`.
-        least: `[s, t]`: the least slots with a finite entry; one more than there are where none is.
+        least: `[s, t]`: the least slots with a finite entry; the length of `m` where no entry is finite.
     """
 
     extra: np.ndarray
@@ -53,12 +53,12 @@ class Nests:
 
 
 def nest_table(costs: Costs, most: np.ndarray, inner: Nests | None, is_bounded: bool) -> Nests:
-    """Fill the table of what holds inside a nest.
+    """Fill the table of stages inside a nest.
 
     Args:
         costs: The chain in slots.
-        most: `f32[m]`: what the cheapest plan in `m` slots executes again at most: entries above it may be infinite.
-        inner: With a bound on nesting, the table of one level deeper; `None` at the deepest, which has no regions.
+        most: `f32[m]`: the most that a cheapest plan in `m` slots recomputes; entries above it may be infinite.
+        inner: With a bound on nesting, the table of one level deeper; `None` at the deepest level, without regions.
         is_bounded: Whether nesting is bounded; without a bound the table refers to itself.
     """
     n, size = len(costs.chain.stages), costs.n_slots + 1
@@ -78,15 +78,15 @@ def _fill(costs: Costs, most: np.ndarray, nests: Nests, inner: Nests | None, s: 
         if not c.option.saved:
             rows[c.stop - 1, c.back :] = np.minimum(rows[c.stop - 1, c.back :], c.last_flops)
         if c.stop < n:
-            _offer(costs, nests, s, c.stop, c.stored, c.back, np.full(size, c.flops), scratch)
+            _relax(costs, nests, s, c.stop, c.stored, c.back, np.full(size, c.flops), scratch)
     if s + 1 < n:
-        _offer(costs, nests, s, s + 1, costs.kept[s], costs.kept_back[s], np.zeros(size, np.float32), scratch)
+        _relax(costs, nests, s, s + 1, costs.kept[s], costs.kept_back[s], np.zeros(size, np.float32), scratch)
     if inner is not None:
         for q in (s + 1 + np.flatnonzero(costs.flops[s, s + 1 : n] <= most.max())).tolist():
             cost = costs.flops[s, q] + inner.extra[s, q - 1]
             (useful,) = (cost <= most).nonzero()
             if useful.size:
-                _offer(costs, nests, s, q, int(costs.stored[s, q]), int(useful[0]), cost[: useful[-1] + 1], scratch)
+                _relax(costs, nests, s, q, int(costs.stored[s, q]), int(useful[0]), cost[: useful[-1] + 1], scratch)
     finite = np.isfinite(rows[s:])
     nests.least[s, s:] = np.where(finite.any(axis=1), finite.argmax(axis=1), size)
 
@@ -95,12 +95,12 @@ def _inner(costs: Costs, s: int, is_deepest: bool) -> tuple[Choice, ...]:
     return tuple(c for c in costs.inner[s] if not (is_deepest and c.option.is_region))
 
 
-def _offer(
+def _relax(
     costs: Costs, nests: Nests, s: int, q: int, stored: int, back: int, cost: np.ndarray, scratch: np.ndarray
 ) -> None:
-    """Offer all ranges that start at `s` and end at `q` or later a first run `s .. q - 1` that costs `cost[m]`.
+    """Lower the rows of `s` up to `q` or later where a first run `s .. q - 1` that costs `cost[m]` is cheaper.
 
-    It is offered in as many slots as `cost` has entries.
+    Only as many slots as `cost` has entries are looked at.
     """
     size, forward = cost.size, int(costs.forward[s, q])
     at = int(max(stored, back, forward))
@@ -109,9 +109,9 @@ def _offer(
     rows, later = nests.extra[s, q:, at:size], nests.extra[q, q:, at - stored : size - stored]
     found = scratch[: rows.size].reshape(rows.shape)
     np.add(later, cost[at:], out=found)
-    if (held := int(costs.most_held[q]) - at + forward) > 0:
-        late = costs.late[q:, at - forward : size - forward]
-        np.maximum(found[:, :held], late[:, :held], out=found[:, :held])
+    if (tight := int(costs.most_cotangents[q]) - at + forward) > 0:
+        barred = costs.barred[q:, at - forward : size - forward]
+        np.maximum(found[:, :tight], barred[:, :tight], out=found[:, :tight])
     np.minimum(rows, found, out=rows)
 
 
@@ -123,9 +123,9 @@ class Tables:
         costs: The chain in slots.
         levels: Tables inside nests, the deepest first; one, which refers to itself, where nesting is not bounded.
         top: `f32[s, m]`: the least extra FLOPs of stages `s` to the last at the top level.
-        singles: `[s]`: all but nests that may stand at stage `s` at the top level.
+        singles: `[s]`: the runs without children that may start at stage `s` at the top level.
         is_bounded: Whether nesting is bounded.
-        floor: Steps in so many slots or fewer are not known; -1 where all are.
+        floor: Steps in so many slots or fewer are not filled in; -1 where all are.
     """
 
     costs: Costs
@@ -141,7 +141,7 @@ class Tables:
         return self.costs.unit_bytes
 
     def steps(self, most_bytes: float) -> np.ndarray:
-        """Slots, up to so many bytes, at which the last one has bought something, in rising order; maybe none."""
+        """List the slots, up to so many bytes, at which one slot fewer would recompute more, in rising order."""
         line, slots = self.top[0], np.arange(self.top.shape[1])
         before = np.concatenate([[INFINITE], line[:-1]])
         return np.flatnonzero((line < before) & (slots > self.floor) & (slots * self.unit_bytes <= most_bytes))
@@ -150,29 +150,25 @@ class Tables:
         """Read the cheapest runs in so many slots back from the tables; there must be some."""
         return tuple(_top_runs(self, slots))
 
-    def nest(self, start: int, stop: int, slots: int) -> Run:
-        """The cheapest nest of stages `start .. stop - 1` in so many slots; there must be one."""
-        return _nest(self, len(self.levels) - 1, start, stop, slots)
-
 
 def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = None,
               least_bytes: float = 0, most_flops: float = math.inf) -> Tables:  # fmt: skip
-    """Fill all tables, with what plans in so much memory that execute no more again may need: the less, the sooner.
+    """Fill all tables, as far as plans within these limits need them: tighter limits fill sooner.
 
     Args:
         chain: The chain.
         max_bytes: The most memory to plan for, in bytes.
         slots: About how many slots to divide it into; fewer where the tables would take over a quarter of a GiB.
-        max_depth: How deep regions may stand in each other; `None` for any depth.
-        least_bytes: The least memory that plans are wanted for, in bytes.
-        most_flops: What plans that are wanted execute again at most.
+        max_depth: How deep regions may nest; `None` for any depth.
+        least_bytes: The least memory to plan for, in bytes.
+        most_flops: The most FLOPs that a wanted plan recomputes.
     """
     entries = len(chain.stages) ** 2 / 2 * (max_depth or 1)
     costs = costs_of(chain, max_bytes, max(16, min(slots, int(TABLE_BYTES / 4 / entries))))
     singles = tuple(tuple(_top_single(costs, s)) for s in range(len(chain.stages)))
     most = np.minimum(_most_flops(costs, singles), np.float32(min(most_flops, float(MOST_FLOPS))))
     floor = min(int(least_bytes / costs.unit_bytes), costs.n_slots) if least_bytes else -1
-    most = np.minimum(most, most[max(floor, 0)])  # no plan in more slots executes more again
+    most = np.minimum(most, most[max(floor, 0)])  # no plan in more slots recomputes more
     if max_depth is None:
         levels = [nest_table(costs, most, None, is_bounded=False)]
     else:
@@ -184,10 +180,11 @@ def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = 
 
 
 def _most_flops(costs: Costs, singles: tuple[tuple[Single, ...], ...]) -> np.ndarray:
-    """`f32[m]`: what the cheapest plan in `m` slots executes again at most: as much as the cheapest without nests.
+    """Bound the FLOPs that a cheapest plan in `m` slots recomputes, `f32[m]`, by the cheapest plan without nests.
 
-    What executes more is part of no cheapest plan in `m` slots or more, and memory left only falls on a plan's way.
-    Of few stages all is said: where outputs host what is stored, plans are searched that the tables do not hold.
+    A run that recomputes more is part of no cheapest plan in `m` slots or more, since the memory left only falls along
+    a plan. Chains of few stages get no bound: where outputs host stored values, the search also tries plans that are
+    cheapest in no number of slots.
     """
     if len(costs.chain.stages) < FEW_STAGES:
         return np.full(costs.n_slots + 1, MOST_FLOPS)
@@ -197,22 +194,22 @@ def _most_flops(costs: Costs, singles: tuple[tuple[Single, ...], ...]) -> np.nda
 
 def _top_table(costs: Costs, singles: tuple[tuple[Single, ...], ...], most: np.ndarray | None = None,
                nests: Nests | None = None) -> np.ndarray:  # fmt: skip
-    """What holds at the top level, of plans without nests where none are given."""
+    """Fill the table of the top level; without `nests`, of plans without nests."""
     n, size = len(costs.chain.stages), costs.n_slots + 1
     top = np.full((n + 1, size), INFINITE)
     top[n] = 0
     for s in reversed(range(n)):
-        offers = [(run.stop, stored, max(at, stored), np.full(size, flops)) for run, stored, at, flops in singles[s]]
+        runs = [(run.stop, stored, max(at, stored), np.full(size, flops)) for run, stored, at, flops in singles[s]]
         if most is not None and nests is not None:
-            offers += _top_nests(costs, most, nests, s)
-        for q, stored, at, cost in offers:
+            runs += _top_nests(costs, most, nests, s)
+        for q, stored, at, cost in runs:
             if at < size:
                 np.minimum(top[s, at:], cost[at:] + top[q, at - stored : size - stored], out=top[s, at:])
     return top
 
 
 def _top_nests(costs: Costs, most: np.ndarray, nests: Nests, s: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Nests that may start at stage `s` at the top level: cuts behind them, slots stored, least slots, FLOPs again."""
+    """Yield the nests from stage `s` at the top level: the cut that ends each, slots stored, least slots, `cost[m]`."""
     n, size = len(costs.chain.stages), costs.n_slots + 1
     least = np.maximum(costs.forward[s, s + 1 : n], np.maximum(costs.stored[s, s + 1 : n], nests.least[s, s:-1]))
     fits = np.flatnonzero(least < size)
@@ -222,7 +219,7 @@ def _top_nests(costs: Costs, most: np.ndarray, nests: Nests, s: int) -> Iterator
 
 
 def _top_single(costs: Costs, s: int) -> Iterator[Single]:
-    """All but nests that may stand at stage `s` at the top level."""
+    """Yield the runs without children that may start at stage `s` at the top level."""
     n, nothing = len(costs.chain.stages), np.float32(0)
     if s == n - 1:
         yield Run(s, n), 0, int(costs.leaf[s]), nothing
@@ -250,15 +247,15 @@ def _top_runs(tables: Tables, m: int) -> Iterator[Run]:
         s, m = q, m - stored
 
 
-def _cuts(costs: Costs, s: int, stop: int, m: int, late: int) -> np.ndarray:
-    """Cuts before `stop` at which a nest that starts at `s` may end in `m` slots, as far as its forward pass goes."""
+def _cuts(costs: Costs, s: int, stop: int, m: int, cotangents: int) -> np.ndarray:
+    """List the cuts before `stop` at which a nest from `s` may end, if its forward pass is to fit `m` slots."""
     cuts = np.arange(s + 1, stop)
-    fitting: np.ndarray = cuts[(costs.stored[s, cuts] <= m) & (costs.forward[s, cuts] + late <= m)]
+    fitting: np.ndarray = cuts[(costs.stored[s, cuts] <= m) & (costs.forward[s, cuts] + cotangents <= m)]
     return fitting
 
 
 def _best_nest(costs: Costs, s: int, cuts: np.ndarray, flops: np.ndarray) -> list[Found]:
-    """The cheapest nest, in a list; an empty list where there is none."""
+    """Find the cheapest nest, as a list of one; an empty list where there is none."""
     if not cuts.size:
         return []
     best = int(flops.argmin())
@@ -272,7 +269,7 @@ def _nest(tables: Tables, level: int, s: int, q: int, m: int) -> Run:
 
 
 def _nest_runs(tables: Tables, level: int, s: int, t: int, m: int) -> Iterator[Run]:
-    """The runs behind `levels[level].extra[s, t, m]`."""
+    """Yield the runs behind `levels[level].extra[s, t, m]`."""
     while s <= t:
         q, run, stored = _first_of_nest(tables, level, s, t, m)
         inner = level - 1 if tables.is_bounded else level
@@ -281,22 +278,22 @@ def _nest_runs(tables: Tables, level: int, s: int, t: int, m: int) -> Iterator[R
 
 
 def _first_of_nest(tables: Tables, level: int, s: int, t: int, m: int) -> tuple[int, Run | None, int]:
-    """The first run of the cheapest runs of `s .. t`: where it stops, itself or `None` for a nest, what it stores."""
+    """Find the first of the cheapest runs of `s .. t`: where it stops, the run or `None` for a nest, slots stored."""
     costs, extra = tables.costs, tables.levels[level].extra
     if s == t and m >= costs.leaf[s]:
         return s + 1, Run(s, s + 1), 0
     found: list[Found] = []
-    late, kept = costs.held[t], int(costs.kept[s])
-    if s < t and m >= max(kept, costs.kept_back[s], costs.forward[s, s + 1] + late):
+    cotangents, kept = costs.cotangents[t], int(costs.kept[s])
+    if s < t and m >= max(kept, costs.kept_back[s], costs.forward[s, s + 1] + cotangents):
         found.append((extra[s + 1, t, m - kept], s + 1, Run(s, s + 1), kept))
     is_deepest = tables.is_bounded and level == 0
     for c in (c for c in _inner(costs, s, is_deepest) if m >= c.back):
         if c.stop == t + 1 and not c.option.saved:
             found.append((c.last_flops, c.stop, Run(s, c.stop, c.option), 0))
-        elif c.stop <= t and m >= max(c.stored, costs.forward[s, c.stop] + late):
+        elif c.stop <= t and m >= max(c.stored, costs.forward[s, c.stop] + cotangents):
             found.append((c.flops + extra[c.stop, t, m - c.stored], c.stop, Run(s, c.stop, c.option), c.stored))
     if not is_deepest:
-        cuts = _cuts(costs, s, t + 1, m, late)
+        cuts = _cuts(costs, s, t + 1, m, cotangents)
         inner = tables.levels[level - tables.is_bounded].extra[s, cuts - 1, m]
         rest = extra[cuts, t, m - costs.stored[s, cuts]]
         found += _best_nest(costs, s, cuts, costs.flops[s, cuts] + inner + rest)
@@ -304,7 +301,7 @@ def _first_of_nest(tables: Tables, level: int, s: int, t: int, m: int) -> tuple[
 
 
 def depth(runs: tuple[Run, ...]) -> int:
-    """How deep regions stand in each other; 0 where there are none."""
+    """Count how deep regions nest; 0 where there are none."""
     return max(
         (depth(r.children) + (bool(r.children) or (r.option is not None and r.option.is_region)) for r in runs),
         default=0,

@@ -1,12 +1,12 @@
-"""Ask a planner for many budgets: what it has worked out of a chain is kept.
+"""Plan one chain for many budgets.
 
-The search for a plan asks for one budget after another on a few chains. A planner that works out all
-budgets at once, as `optimal` fills its tables, says so by a method `solved(chain)`, which returns a function of the
-budget; of any other planner nothing is kept.
+The search for a plan tries one budget after another on a few chains. A planner that plans a chain for all budgets at
+once, as `optimal` fills its tables, is an `AllBudgets`; `Memo` keeps its answers.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,19 +17,44 @@ from jaxsub.core.plan import Plan
 Answer = Callable[[int | None], Plan]
 
 
+class AllBudgets(ABC):
+    """A planner that plans a chain for all budgets at once."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def solved(self, chain: Chain) -> Answer:
+        """Return the plans of one chain as a function of the budget in bytes."""
+
+    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
+        """Plan a chain.
+
+        Args:
+            chain: The chain.
+            budget_bytes: The most that the compiler may allocate beside arguments and outputs, in bytes; `None` for
+                the planner's natural plan.
+
+        Returns:
+            The plan; its prediction is exact on the chain.
+
+        Raises:
+            InfeasibleBudgetError: If no plan is predicted to fit.
+        """
+        return self.solved(chain)(budget_bytes)
+
+
 def solved(planner: Callable[[Chain, int | None], Plan], chain: Chain) -> Answer:
-    """A planner's plans of one chain, as a function of the budget in bytes."""
+    """Return any planner's plans of one chain as a function of the budget in bytes."""
     own: Callable[[Chain], Answer] | None = getattr(planner, "solved", None)
     return partial(planner, chain) if own is None else own(chain)
 
 
-KEPT_CHAINS = 4
-"""Of so many chains what was worked out is kept: a program has few partitions."""
+KEPT_CHAINS = 4  # a program has few partitions
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A planner that keeps what it has worked out of the last few chains.
+class Memo:
+    """A planner that keeps another planner's answers for the last few chains.
 
     Attributes:
         planner: The planner.

@@ -1,20 +1,19 @@
-"""`milp`: the least recomputation that fits, by integer programming, and how little any schedule could do with.
+"""`milp`: the least recomputation that fits, by integer programming, and a lower bound for any schedule.
 
-Checkmate's program over the chain (`jaxsub.planners.milp_model`), solved by HiGHS through `scipy.optimize.milp`, has
-for solutions all schedules that run the forward pass once and execute any stages again before each backward step. Not
-all of them are regions in each other, so not all can be emitted. The planner therefore asks two questions:
+Solutions of Checkmate's program over the chain (`jaxsub.planners.milp_model`), solved by HiGHS through
+`scipy.optimize.milp`, are all schedules that run the forward pass once and recompute any stages before each backward
+step. Not all of them are nested regions, so not all can be emitted. The planner therefore solves two programs:
 
-1. Is there any schedule that executes less again than the plan of `optimal`? If there is none, that plan is optimal;
-   else what the solver proves of them is the plan's lower bound, never less than the linear relaxation's.
-2. Is there a plan that executes less again (`jaxsub.planners.milp_nested`)? If so it is taken.
+1. Is there any schedule that recomputes less than the plan of `optimal`? If not, that plan is optimal; otherwise the
+   solver's bound on such schedules, or that of the linear relaxation if larger, is the plan's lower bound.
+2. Is there a plan that recomputes less (`jaxsub.planners.milp_nested`)? If so it is taken.
 
-What comes back is never worse than `optimal`'s plan, and free of its rounding to slots. `least_flops` is the linear
-relaxation alone: a second or two, and a certified lower bound for every plan of the same chain.
+The result is never worse than `optimal`'s plan, and is not rounded to slots. `least_flops` is the linear relaxation
+alone: it takes a second or two and is a certified lower bound for every plan of the same chain.
 
-The bound is one in the chain's memory model: for schedules that run whole stages, whose backward passes come from the
-last to the first, where a stage reads all that crosses its first cut; what options that may not nest save, in host
-memory or with `jax_remat3` anywhere, is saved by the first forward pass. It holds up to the solver's tolerance, a
-millionth.
+The bound holds in the chain's memory model, up to the solver's tolerance of a millionth: for schedules that run whole
+stages, whose backward passes go from the last to the first, where a stage reads all values that cross its first cut.
+Options that may not nest (in host memory, or anywhere with `jax_remat3`) save their values in the first forward pass.
 
 Source: Jain et al., *Checkmate* (MLSys 2020).
 """
@@ -35,7 +34,7 @@ from jaxsub.planners.milp_nested import Regions, runs_of
 from jaxsub.planners.optimal import Optimal
 
 MAX_STAGES = 60
-"""Programs grow with the square of the number of stages, and the time to solve them faster."""
+"""The program grows with the square of the number of stages, and the time to solve it faster."""
 
 PROOF = 1e-6
 """A plan counts as optimal when nothing is cheaper by more than this share."""
@@ -45,7 +44,7 @@ BOUND_SECONDS = 10.0
 
 
 def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS) -> float | None:
-    """The least FLOPs that any schedule executes again in a budget, or less: Checkmate's linear relaxation.
+    """Bound the FLOPs that any schedule recomputes in a budget from below, by Checkmate's linear relaxation.
 
     Args:
         chain: The chain, of at most 60 stages.
@@ -74,7 +73,7 @@ def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS)
 
 @dataclass(slots=True, eq=False)
 class Bounded:
-    """A planner whose plans can be given a lower bound afterwards: it remembers the chain that each was made on.
+    """A planner that can add lower bounds to its plans afterwards: it remembers the chain of each.
 
     Attributes:
         planner: The planner.
@@ -99,7 +98,7 @@ class Bounded:
         return plan
 
     def bounded(self, plan: Plan) -> Plan:
-        """A plan with the lower bound of schedules that need no more memory than it is predicted to."""
+        """Add the lower bound of schedules that need no more memory than the plan is predicted to need."""
         if plan.prediction is None or plan.lower_bound is not None:
             return plan
         if plan.prediction.extra_flops == 0:
@@ -123,7 +122,7 @@ class Milp:
     """The planner `milp`.
 
     Attributes:
-        seconds: How long the solver may take for one plan, about; what it has found by then is used.
+        seconds: About how long the solver may take for one plan; the best found by then is used.
 
     Raises:
         ValueError: If `seconds` is not positive.
@@ -151,7 +150,7 @@ class Milp:
 
         Args:
             chain: The chain, of at most 60 stages.
-            budget_bytes: The budget in bytes; `None` for what `optimal` takes without one.
+            budget_bytes: The budget in bytes; `None` for the memory of `optimal`'s plan without one.
 
         Raises:
             InfeasibleBudgetError: If no plan is predicted to fit.
@@ -160,7 +159,7 @@ class Milp:
         if (n := len(chain.stages)) > MAX_STAGES:
             raise PlannerError(
                 f"`milp` solves programs of at most {MAX_STAGES} stages, and this one has {n}. "
-                'Pass planner="optimal", whose plans are near what `milp` would find and which knows no such limit.'
+                'Pass planner="optimal": its plans are near those of `milp`, and it has no such limit.'
             )
         start = Optimal()(chain, budget_bytes)
         assert start.prediction is not None
@@ -177,7 +176,7 @@ class Milp:
         )
 
     def _bound(self, chain: Chain, budget_bytes: int, most: float) -> float:
-        """What no schedule that fits is below; a hair under `most` where none is cheaper than that."""
+        """Bound the extra FLOPs of schedules that fit from below; just under `most` where none is cheaper than that."""
         if most == 0:
             return 0.0
         program, below = Schedules(chain, budget_bytes), most * (1 - PROOF)
@@ -186,7 +185,7 @@ class Milp:
         return min(max(relaxed.bound if relaxed.is_proved else 0.0, whole.bound) * (1 - PROOF), below)
 
     def _better(self, chain: Chain, budget_bytes: int, most: float) -> tuple[tuple[Run, ...] | None, bool]:
-        """Runs that execute less again than `most`, if any were found, and whether nothing is better."""
+        """Find runs that recompute less than `most`, if there are any, and tell whether nothing is better."""
         program = Regions(chain, budget_bytes)
         found = program.solve(most=most * (1 - PROOF), seconds=self.seconds / 2)
         is_exact = found.is_proved and not any(stage.gradient_sizes for stage in chain.stages)

@@ -1,27 +1,27 @@
 """Checkmate's integer program over a chain: the cheapest schedule that fits.
 
-The forward pass runs once. Then, before the backward pass of stage t, any stages before it may be executed again, in
-order, and any values may be dropped or held for later: phase t, which is Checkmate's stage with its frontier at t.
-Going from the last phase to the first,
+The forward pass runs once. Then, before the backward pass of stage t, any earlier stages may be recomputed, in order,
+and any values may be dropped or held for later: this is phase t, Checkmate's stage with its frontier at t. Going from
+the last phase to the first,
 
-* `R[t, i]`: stage i is executed again in phase t;
-* `S[t, c]`: the values c are held when phase t begins; `E[t, c]`: when stage t runs backward, at its end;
-* `M[t, c, i]`: c is still to be read in phase t when stage i is executed in it: Checkmate's FREE, the other way round;
-* `K[t, o]`, `RK[t, o]`: what mode o keeps of its stages is held when phase t begins; is made in it;
-* `Z[o]`: mode o is how its stages run backward: with nothing saved, with what an option saves, or with what the
-  compiler keeps of a stage that stands unwrapped.
+* `R[t, i]`: stage i is recomputed in phase t;
+* `S[t, c]`: the values c are live when phase t begins; `E[t, c]`: when stage t runs backward, at its end;
+* `M[t, c, i]`: c is still to be read in phase t when stage i runs in it: the complement of Checkmate's FREE;
+* `K[t, o]`, `RK[t, o]`: the bytes that mode o keeps of its stages are live when phase t begins; are made in it;
+* `Z[o]`: mode o is how its stages run backward: with nothing saved, with an option's saved values, or with what the
+  compiler keeps of a stage that is not wrapped.
 
-The sum of what is held at each step is Checkmate's U, and must fit the budget. Bytes, cotangents, transients and
-FLOPs are those of `jaxsub.core.simulate.predict`, and as there a stage reads all that is made before it and used at or
-after it. What a stage keeps in the place of what it read (`Crossing.is_spent`) stands as long as that is counted. There
-are schedules among these that are no plans, so what the cheapest costs is a lower bound for plans; where variables may
-be fractions, a lower one still. `jaxsub.planners.milp_nested` keeps those that are plans.
+The sum of live bytes at each step is Checkmate's U, and must fit the budget. Bytes, cotangents, transients and FLOPs
+are those of `jaxsub.core.simulate.predict`; as there, a stage reads all values that are made before it and used at or
+after it. Kept bytes that take the place of an input (`Crossing.is_spent`) are live as long as that input is counted.
+Some of these schedules are no plans, so the cheapest is a lower bound for plans, and the linear relaxation a lower one.
+`jaxsub.planners.milp_nested` restricts them to plans.
 
 Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, *Checkmate: breaking the memory wall with
 optimal tensor rematerialization* (MLSys 2020), with its partition into frontier-advancing stages. Ours in addition:
-options, cotangents that pass over stages, and nested regions as linear constraints. What the compiler makes before
-the program starts (`Stage.hoisted_bytes`) is counted in backward steps only, and of what outputs host
-(`jaxsub.core.output_reuse`) the most that could be: both leave more room than there is, never less.
+options, cotangents that pass over stages, and nested regions as linear constraints. Bytes that the compiler hoists to
+the start of the program (`Stage.hoisted_bytes`) count in backward steps only, and output buffers
+(`jaxsub.core.output_reuse`) host the most that they could: both can only loosen the bound.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 Term = tuple[int, float]
 Key = tuple[int, ...]
 Row = tuple[list[Term], float, float]
-"""Variables with their factors, and between what their sum lies."""
+"""Variables with their factors, and the least and the most of their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to run the backward pass of stages `start .. stop - 1`.
+    """How the backward pass of stages `start .. stop - 1` runs.
 
     Attributes:
         start: Its first stage.
         stop: The stage after its last.
-        option: The option of a region; `None` where nothing is chosen.
-        is_kept: Whether the stage stands unwrapped before others, and the compiler keeps of it what it likes.
+        option: The option of a region; `None` for no option.
+        is_kept: Whether it is an unwrapped stage before others, of which the compiler keeps `Stage.keep_bytes`.
         is_once: Whether it ends a nest, whose forward pass has just been paid for.
-        stored_bytes: What it holds from its forward to its backward pass.
-        back_bytes: What its backward pass needs beside what is held.
-        flops: What its backward pass executes again.
-        is_nestable: Whether it may stand inside nests; otherwise what it holds is saved once, by the forward pass.
+        stored_bytes: Bytes that are live from its forward to its backward pass.
+        back_bytes: Transient bytes of its backward pass.
+        flops: FLOPs that its backward pass recomputes.
+        is_nestable: Whether it is allowed inside nests; otherwise the first forward pass saves its values, once.
     """
 
     start: int
@@ -73,12 +73,12 @@ class Mode:
 
     @property
     def is_remade(self) -> bool:
-        """Whether what it holds can be made again in a phase."""
+        """Whether a phase can recompute its stored values."""
         return self.is_kept or (self.option is not None and self.stored_bytes > 0 and self.is_nestable)
 
 
 def modes_of(chain: Chain) -> tuple[Mode, ...]:
-    """Every way to run the backward pass of any stages."""
+    """List the modes of all stages."""
     n = len(chain.stages)
     modes = []
     for s, stage in enumerate(chain.stages):
@@ -107,12 +107,12 @@ def _around(chain: Chain, start: int, stop: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver found.
+    """The solver's result.
 
     Attributes:
         values: The variables, or `None` where it found no solution.
         flops: The extra FLOPs of that solution; infinite where there is none.
-        bound: What no solution is below; infinite where there is none at all.
+        bound: A lower bound on the extra FLOPs; infinite where there is provably no solution.
         is_proved: Whether it finished: the solution is optimal, or there is none.
     """
 
@@ -128,9 +128,9 @@ class Schedules:
 
     Attributes:
         chain: The chain.
-        budget_bytes: What may be held at any time, in bytes.
-        modes: The ways to run stages backward.
-        room: What may be held, as a share of the budget.
+        budget_bytes: The most bytes that may be live at any time.
+        modes: The modes of all stages.
+        room: The most bytes that may be live, as a share of the budget.
         at: The number of each variable, by its kind and indices.
     """
 
@@ -146,7 +146,7 @@ class Schedules:
         self.unit_flops = max(self.chain.forward_flops, 1.0)
         self.crossings = [c for c in self.chain.crossings if c.n_bytes > 0]
         self._stored = tuple((o, w) for o, w in enumerate(self.modes) if w.stored_bytes or w.is_remade)
-        self._places = [(size, s) for s, stage in enumerate(self.chain.stages) for size in stage.gradient_sizes]
+        self._outputs = [(size, s) for s, stage in enumerate(self.chain.stages) for size in stage.gradient_sizes]
         self._values = list(_hostable(self.chain))
         self._hosted: dict[int, int] = {}
         self._variables()
@@ -157,7 +157,7 @@ class Schedules:
             self._add([(self.at["Z", (o,)], 1.0) for o, w in enumerate(self.modes) if w.start <= s < w.stop], 1, 1)
 
     def var(self, kind: str, *key: int) -> int | None:
-        """The number of a variable, or `None` where there is no such one."""
+        """Find the number of a variable; `None` where there is none."""
         return self.at.get((kind, key))
 
     def solve(self, *, is_relaxed: bool = False, most: float = np.inf, seconds: float | None = None) -> Solved:
@@ -222,12 +222,12 @@ class Schedules:
         self._add(terms, -np.inf, high)
 
     def _fits(self, terms: Iterable[tuple[int | None, float]], around: float = 0.0) -> None:
-        """What is held, in bytes, fits the budget."""
+        """Add the constraint that live bytes fit the budget."""
         scale = 1.0 / self.budget_bytes
         self._at_most([(v, a * scale) for v, a in terms], self.room - around * scale)
 
     def _bounds(self) -> np.ndarray:
-        """0 and 1, or 0 alone for what could not fit the budget whatever else is held."""
+        """Bound variables by 1, or by 0 where the step alone exceeds the budget."""
         most = np.ones(len(self.at))
         for (kind, key), v in self.at.items():
             if kind == "R":
@@ -243,15 +243,15 @@ class Schedules:
         return most
 
     def _hosted_bytes(self, stage: int) -> int:
-        """The most that outputs can host of what stages before `stage` make: in each place the largest value it takes.
+        """Bound the bytes of earlier stages that output buffers can host: the largest possible value in each buffer.
 
-        See `jaxsub.core.output_reuse`: a value goes into the place of a gradient that is written after it is read.
+        See `jaxsub.core.output_reuse`: a value may take the buffer of a gradient that is written after its last use.
         """
         if stage not in self._hosted:
             values = np.array([v[:2] for v in self._values if v[2] < stage], dtype=np.int64).reshape(-1, 2)
             total = 0
-            for room, place in self._places:
-                sizes = values[(values[:, 0] <= room) & (values[:, 1] >= place), 0]
+            for room, written in self._outputs:
+                sizes = values[(values[:, 0] <= room) & (values[:, 1] >= written), 0]
                 total += int(sizes.max()) if sizes.size else 0
             self._hosted[stage] = total
         return self._hosted[stage]
@@ -260,7 +260,7 @@ class Schedules:
         return sum(x.n_bytes for x in self.crossings if x.made < stage <= x.last)
 
     def _forward(self) -> None:
-        """The first forward pass: what is still to be read, what is held for later, and what is kept."""
+        """Constrain the first forward pass: values still to be read, values held for later, and kept bytes fit."""
         n, last = len(self.chain.stages), len(self.chain.stages) - 1
         for i in range(last):
             now = self._read_bytes(i) + self.chain.stages[i].forward_bytes
@@ -272,7 +272,7 @@ class Schedules:
             self._fits(held, now - self._hosted_bytes(i))
 
     def _kept(self, t: int, o: int) -> int | None:
-        """The variable that says whether what mode o keeps is held when phase t begins."""
+        """Find the variable that says whether the stored bytes of mode o are live when phase t begins."""
         mode = self.modes[o]
         if mode.is_remade:
             return self.var("K", t, o)
@@ -292,7 +292,7 @@ class Schedules:
         self._fits(self._backward(t, ending), self._hoisted_bytes(t) - hosted)
 
     def _value(self, t: int, c: int, readers: Sequence[int]) -> None:
-        """What is read is there, and what is there was held or made."""
+        """Constrain one value in one phase: a value that is read is live, and a live value was held or recomputed."""
         x, last = self.crossings[c], min(self.crossings[c].last, t - 1)
         end, held, made = self.var("E", t, c), self.var("S", t, c), self.var("R", t, x.made)
         self._at_most([(end, 1), (held, -1), (made, -1)])
@@ -306,7 +306,7 @@ class Schedules:
             self._at_most([(after, 1), (now, -1)])
 
     def _during(self, t: int, i: int) -> Iterator[tuple[int | None, float]]:
-        """What is held while stage i is executed in phase t."""
+        """Yield the live bytes while stage i runs in phase t."""
         for c, x in enumerate(self.crossings):
             if x.made < t:
                 key: tuple[Any, ...] = ("S", t, c) if x.made >= i else ("E", t, c) if x.last < i else ("M", t, c, i)
@@ -330,7 +330,7 @@ class Schedules:
                 self._at_most([(now, 1), (self.var("S", t, c), -1)])
 
     def _backward(self, t: int, ending: Sequence[int]) -> Iterator[tuple[int | None, float]]:
-        """What is held while stage t runs backward."""
+        """Yield the live bytes while stage t runs backward."""
         for c, x in enumerate(self.crossings):
             yield self.var("E", t, c), x.n_bytes
         for o, w in enumerate(self.modes):
@@ -353,17 +353,17 @@ WHOLE = frozenset("R S Z K RK C".split())
 """Kinds of variables that are 0 or 1; the others follow from them."""
 
 GAP = 1e-6
-"""What the solver may leave between its solution and its bound, as a share."""
+"""The largest relative gap between the solver's solution and its bound."""
 
 WAIT_SECONDS = 0.05
-"""How often a wait for the solver looks for Ctrl-C."""
+"""How often Ctrl-C is checked while the solver runs."""
 
 OPTIMAL, INFEASIBLE = 0, 2
-"""What scipy.optimize.milp says of how it ended."""
+"""Values of `status` of scipy.optimize.milp."""
 
 
 def _hostable(chain: Chain) -> Iterator[tuple[int, int, int]]:
-    """Bytes of values that may stand between the passes, the last stage that may host each, the stage that makes it."""
+    """Yield the bytes of each value that may be saved, the last stage whose output may host it, and its producer."""
     for c in chain.crossings:
         yield from ((size, c.made, c.made) for size in c.sizes)
     for s, stage in enumerate(chain.stages):
@@ -373,7 +373,7 @@ def _hostable(chain: Chain) -> Iterator[tuple[int, int, int]]:
 
 
 def _interruptible(call: Callable[[], OptimizeResult]) -> OptimizeResult:
-    """Call in a thread: the solver looks at no signals, so Ctrl-C would wait for its time limit."""
+    """Call in a thread: the solver handles no signals, so Ctrl-C would wait for its time limit."""
     found: list[OptimizeResult] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -383,7 +383,7 @@ def _interruptible(call: Callable[[], OptimizeResult]) -> OptimizeResult:
 
 
 def _solved(cost: np.ndarray, whole: np.ndarray, most: np.ndarray, rows: Sequence[Row], options: Any) -> OptimizeResult:
-    """Ask HiGHS; scipy takes as long to import as all of jaxsub, and few plans need it."""
+    """Run HiGHS; scipy takes as long to import as all of jaxsub, and few plans need it."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
     from scipy.sparse import csr_array  # noqa: PLC0415
 

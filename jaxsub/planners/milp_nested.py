@@ -1,11 +1,11 @@
-"""Plans as an integer program: the schedules of `jaxsub.planners.milp_model` that are regions in each other.
+"""Plans as an integer program: the schedules of `jaxsub.planners.milp_model` that are nested regions.
 
-A cut `C[t, q]` says that a run ends at stage q when phase t begins. Cuts stay until they are passed, hold all that
-crosses them, and are where executing again begins; it goes on to the frontier, and makes new cuts on its way. A mode
-stands between two cuts with none inside. Such a schedule is a sequence of runs, and what is executed again in one phase
-is a nest in it: `runs_of` reads them off.
+A cut `C[t, q]` says that a run ends at stage q when phase t begins. A cut stays until it is passed, and all values that
+cross it are live. Recompute begins at a cut, goes on to the frontier, and makes new cuts on its way. A mode begins and
+ends at a cut, with no cut inside. Such a schedule is a sequence of runs, in which the stages recomputed in one phase
+are a nest; `runs_of` reads them off.
 
-A nest of a single nest, or of a single region with an option, is left out: it is never better than what it holds.
+A nest of a single nest, or of a single region with an option, is left out: it is never better than its content.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Regions(Schedules):
             self._whole_mode(o, mode)
 
     def _hosted_bytes(self, stage: int) -> int:
-        return 0  # how much is hosted depends on the whole plan: what is found here fits without
+        return 0  # hosted bytes depend on the whole plan, so plans must fit without them
 
     def _cuts(self, t: int) -> None:
-        """Cuts stay, hold what crosses them, and are where executing again begins; it goes on to the frontier."""
+        """Constrain cuts: they stay, values that cross them are live, and recompute goes from a cut to the frontier."""
         for q in range(1, t):
             cut, after = self.var("C", t, q), self.var("C", t - 1, q)
             self._at_most([(cut, 1), (after, -1)])
@@ -67,7 +67,7 @@ class Regions(Schedules):
                 self._at_most([(held, 1), *((cut, -1.0) for cut in cuts)])
 
     def _whole_mode(self, o: int, mode: Mode) -> None:
-        """A mode stands between two cuts, with none inside."""
+        """Constrain a mode to begin and end at a cut, with no cut inside."""
         n, a, b, t = len(self.chain.stages), mode.start, mode.stop, mode.stop - 1
         chosen = self.var("Z", o)
         if a:
@@ -95,7 +95,7 @@ class Regions(Schedules):
 
 
 def runs_of(program: Regions, values: np.ndarray) -> tuple[Run, ...]:
-    """The runs behind a solution."""
+    """Read the runs off a solution."""
     chosen = {(w.start, w.stop): w for o, w in enumerate(program.modes) if values[program.at["Z", (o,)]] > 0.5}
     n = len(program.chain.stages)
 

@@ -1,11 +1,10 @@
 """`optimal`: the least recomputation that fits, by dynamic programming over a chain.
 
 A `Chain` and a budget in bytes go in, a `Plan` comes out. The tables of `jaxsub.planners.dp_tables` hold the least
-extra FLOPs for every amount of memory up to a most; one filling answers for all budgets below. They count memory in
-slots, so what is read from them is replayed in exact bytes by `jaxsub.core.simulate.predict`, from a little over the
-budget downwards until it fits. A budget far below the tables' most is solved anew on its own scale, since slots as
-coarse as the plain program needs would not resolve it. Scales stand on fixed rungs, whatever the budget, so that a
-larger budget never gets a slower plan.
+extra FLOPs for every amount of memory up to a maximum, so tables filled once serve all budgets below it. They count
+memory in slots; `jaxsub.core.simulate.predict` replays their plans in exact bytes, from a little over the budget
+downwards until one fits. A budget far below the maximum is solved on a finer scale, since coarse slots would not
+resolve it. Scales are fixed rungs, whatever the budget, so that a larger budget never gets a slower plan.
 
 Chen's segments, the recursion and revolve are special cases of its plans: up to the rounding to slots it is never
 worse on the same chain.
@@ -29,36 +28,36 @@ from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.simulate import extra_flops, predict
 from jaxsub.core.tuning import TUNING
 from jaxsub.planners.dp_tables import Tables, depth, tables_of
-from jaxsub.planners.memo import Answer
+from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.select import infeasible
-from jaxsub.planners.split_regions import in_pieces
+from jaxsub.planners.split_regions import split_regions
 
-HEADROOM = 1.06  # tables reach this far over the budget: rounding up makes plans look larger than they are
-RUNG = 0.8  # each scale's most over the one before: budgets get between this share of the slots and all of them
-OVERLAP = 1.12  # near a rung both scales are asked, so that rounding cannot make a larger budget slower
+HEADROOM = 1.06  # tables reach so far over the budget: rounding up makes plans look larger than they are
+RUNG = 0.8  # each scale's maximum over the one before: budgets get between this share of the slots and all of them
+OVERLAP = 1.12  # near a rung both scales are searched, so that rounding cannot make a larger budget slower
 COARSER = 3  # times fewer, and as many for finding a scale
-BOUND_COST = 1.3  # the bound on nesting raises the least peak by less than this share, mostly
+BOUND_COST = 1.3  # the bound on nesting mostly raises the least peak by less than this factor
 KEPT_TABLES = 3  # scales whose tables are kept
-LOWEST = 4  # how many steps of the tables from the lowest up are replayed to find the least peak
+LOWEST = 4  # how many steps of the tables, from the lowest up, are replayed to find the least peak
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
-FLOOR = 0.6  # of a scale's most bytes: of long chains less is filled in only where it is asked for
-DOUBLINGS = 12  # tables are filled to a forward pass executed again, or the half of it, so many times
+FLOOR = 0.6  # of a scale's maximum: long chains fill what is below only where it is needed
+DOUBLINGS = 12  # limits on recomputed FLOPs: a forward pass, and its half, so many times
 
 Filling = tuple[int, bool, bool, bool, float]
-"""What tables hold: the scale; whether nesting is bounded, slots are coarse, and less than `FLOOR` of the scale is left
-out; and the most FLOPs that are executed again."""
+"""The key of filled tables: the scale; whether nesting is bounded, slots are coarse, and entries below `FLOOR` of the
+scale are left out; the most FLOPs that are recomputed."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What the tables know of a chain; they are filled as they are asked for.
+    """Plans of one chain for all budgets; tables are filled when first needed.
 
     Attributes:
         chain: The chain.
         max_bytes: The most memory it is solved for, in bytes.
-        slots: About how many slots that is divided into, and every budget below alike.
-        max_depth: How deep regions may stand in each other.
+        slots: About how many slots that is divided into; every scale below has as many.
+        max_depth: How deep regions may nest.
     """
 
     chain: Chain
@@ -68,7 +67,7 @@ class Solution:
     _filled: dict[Filling, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self, budget_bytes: int) -> tuple[Run, ...]:
-        """The cheapest runs that are predicted to fit; of a chain that is not long in the shortest regions.
+        """Find the cheapest runs that are predicted to fit; in short regions, unless the chain is long.
 
         Args:
             budget_bytes: The budget, in bytes.
@@ -79,27 +78,26 @@ class Solution:
         plain = self.chain.plain()
         found = [(plain, predict(self.chain, plain))]
         reach = budget_bytes + most_hosted(self.chain)
-        for useful in sorted(
-            {self._useful(rung) for n_bytes in {budget_bytes, reach} for rung in self._rungs(n_bytes)}
-        ):
-            found += self._cheapest(useful, budget_bytes, reach, self._most_flops(found, budget_bytes))
+        scales = {self._useful(rung) for n_bytes in {budget_bytes, reach} for rung in self._rungs(n_bytes)}
+        for rung in sorted(scales):
+            found += self._cheapest(rung, budget_bytes, reach, self._most_flops(found, budget_bytes))
         found = [f for f in found if f[1].temp_bytes <= budget_bytes]
         found.sort(key=lambda f: (f[1].extra_flops, f[1].temp_bytes))
         if found:
             runs = self._simplest(found)
-            return runs if len(self.chain.stages) >= TUNING.long_chain else in_pieces(self.chain, runs)
+            return runs if len(self.chain.stages) >= TUNING.long_chain else split_regions(self.chain, runs)
         least = self.least()
         if (least_bytes := predict(self.chain, least).temp_bytes) <= budget_bytes:
             return least
         raise infeasible(budget_bytes, least_bytes, "optimal")
 
     def _most_flops(self, found: Sequence[tuple[tuple[Run, ...], Prediction]], budget_bytes: int) -> float:
-        """What runs beside these may execute again to be taken: of long chains tables need not hold more."""
+        """Bound the FLOPs that better runs than these recompute: tables of long chains need not hold more."""
         fitting = [p.extra_flops + EQUAL * p.forward_flops for _, p in found if p.temp_bytes <= budget_bytes]
         return min(fitting, default=math.inf) if len(self.chain.stages) >= TUNING.long_chain else math.inf
 
     def _simplest(self, found: Sequence[tuple[tuple[Run, ...], Prediction]]) -> tuple[Run, ...]:
-        """The cheapest runs; of a long chain others as good as cheap that need no more, in clearly fewer regions."""
+        """Choose the cheapest runs, or for a long chain about as cheap ones that need no more, in far fewer regions."""
         runs, best = found[0]
         for others, other in found[1:] if len(self.chain.stages) >= TUNING.long_chain else ():
             is_equal = other.extra_flops <= best.extra_flops + EQUAL * best.forward_flops
@@ -108,15 +106,15 @@ class Solution:
         return runs
 
     def least(self) -> tuple[Run, ...]:
-        """The runs with the least predicted peak, whatever they execute again."""
+        """Find the runs with the least predicted peak, at any recompute."""
         return self._least(math.inf)
 
     def natural(self) -> tuple[Run, ...]:
-        """The runs with the least predicted peak that execute at most one forward pass again: the paper's default."""
+        """Find the runs of least predicted peak that recompute at most one forward pass: the paper's default."""
         return self._least(TUNING.natural_share * self.chain.forward_flops)
 
     def frontier(self, points: int = 24) -> tuple[tuple[int, float, tuple[Run, ...]], ...]:
-        """Predicted bytes, extra FLOPs and runs of plans none of which is better in both, bytes rising.
+        """List predicted bytes, extra FLOPs and runs of the Pareto-optimal plans, by rising bytes.
 
         Args:
             points: About how many plans to replay from each filling of the tables.
@@ -134,7 +132,7 @@ class Solution:
         lowest = predict(self.chain, plans[1]).temp_bytes
         for rung in range(0, self._rung(lowest) + 1, 3):
             if rung == self._useful(rung):
-                # what lies below is left to the next scale, three rungs on
+                # the next scale, three rungs on, resolves smaller plans better
                 below = 0 if self._useful(rung + 3) == rung else self._most_bytes(rung + 3)
                 plans += [runs for runs, *_ in self._steps(rung, math.inf, points, max(lowest, below) * (2 - HEADROOM))]
         found = sorted(
@@ -147,18 +145,18 @@ class Solution:
         return tuple(best)
 
     def _rungs(self, n_bytes: int) -> set[int]:
-        """The scales that are asked for a budget."""
+        """Choose the scales that are searched for a budget."""
         rung = self._rung(n_bytes)
         return {rung, rung + 1} if n_bytes < OVERLAP * self._most_bytes(rung + 1) else {rung}
 
     def _cheapest(
         self, rung: int, budget_bytes: int, reach: int, most_flops: float
     ) -> list[tuple[tuple[Run, ...], Prediction]]:
-        """The cheapest runs of one scale that are predicted to fit, in a list; none where none do.
+        """Find the cheapest runs of one scale that are predicted to fit: a list of one, or of none.
 
-        Where outputs may host much, many steps lie between the budget and `reach`. Of a long chain some are looked at,
-        at fixed places, then those above the first that fits. Their distance is odd: what outputs can host may change
-        with every second or fourth step, and steps of one kind alone would hide those that fit.
+        Where outputs may host much, there are many steps between the budget and `reach`. A long chain replays a few at
+        a fixed distance, then those above the first that fits. The distance is odd: the bytes that outputs can host
+        may alternate with every second or fourth step, and an even distance could miss all that fit.
         """
         above, coarse = reach * HEADROOM, 2 * (len(self.chain.stages) // TUNING.long_chain) + 1
         for stride in (1,) if reach == budget_bytes else dict.fromkeys((coarse, 1)):
@@ -171,14 +169,14 @@ class Solution:
         return []
 
     def _rung(self, n_bytes: float) -> int:
-        """The finest scale that holds so many bytes."""
+        """Find the finest scale that holds so many bytes."""
         return max(0, math.floor(math.log(max(n_bytes, 1) / self.max_bytes, RUNG) + 1e-9))
 
     def _most_bytes(self, rung: int) -> int:
         return math.ceil(self.max_bytes * RUNG**rung)
 
     def _useful(self, rung: int) -> int:
-        # Slots of one byte are exact: a finer scale adds nothing.
+        # slots of one byte are exact: a finer scale adds nothing
         while rung and self._most_bytes(rung - 1) * HEADROOM <= self.slots:
             rung -= 1
         return rung
@@ -206,14 +204,14 @@ class Solution:
     ) -> Iterator[tuple[tuple[Run, ...], Prediction, float]]:  # fmt: skip
         """Yield runs, predictions and memory for falling memory, nested no deeper than allowed.
 
-        Of long chains those may be left out that execute more again than `most_flops`.
+        Runs of long chains that recompute more than `most_flops` may be left out.
         """
         for is_bounded in (False, True):
             above = most_bytes
             for tables, slots in self._levels(rung, most_bytes, points, least_bytes, stride, most_flops, is_bounded):
                 runs = tables.runs(slots)
                 if depth(runs) > self.max_depth:
-                    most_bytes = above  # between two steps of deeper plans others may have some of their own
+                    most_bytes = above  # bounded tables may have steps of their own between two steps of deeper plans
                     break
                 above = slots * tables.unit_bytes
                 yield runs, predict(self.chain, runs), above
@@ -224,7 +222,7 @@ class Solution:
         self, rung: int, most_bytes: float, points: int | None, least_bytes: float, stride: int, most_flops: float,
         is_bounded: bool,
     ) -> Iterator[tuple[Tables, int]]:  # fmt: skip
-        """Yield tables and the slots to look at in them, for falling memory; long chains' least come in tables anew."""
+        """Yield tables and slots to replay, for falling memory; long chains have tables of their own below `FLOOR`."""
         is_long = points is None and len(self.chain.stages) >= TUNING.long_chain
         for is_floored in (True, False) if is_long else (False,):
             tables = self._tables(rung, is_bounded, is_floored=is_floored, most_flops=most_flops)
@@ -251,7 +249,7 @@ class Solution:
         return plain
 
     def _lowest(self, tables: Tables, most_flops: float) -> list[tuple[int, tuple[Run, ...]]]:
-        """The lowest steps of a table as (predicted bytes, runs), of those that execute no more again than allowed."""
+        """List (predicted bytes, runs) of the lowest steps of a table that recompute no more than allowed."""
         most_flops *= 1 + FLOPS_ROUNDING
         steps = [m for m in map(int, tables.steps(math.inf)) if tables.top[0, m] <= most_flops]
         found = [(predict(self.chain, runs), runs) for runs in map(tables.runs, steps[:LOWEST])]
@@ -274,7 +272,7 @@ def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_dept
         chain: The chain.
         max_bytes: The most memory to plan for, in bytes; `None` for what the chain needs without recomputation.
         slots: About how many slots to divide it into.
-        max_depth: How deep regions may stand in each other.
+        max_depth: How deep regions may nest.
 
     Example:
         >>> from jaxsub.core.chain import Chain, Crossing, Stage
@@ -289,31 +287,19 @@ def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_dept
 
 
 @dataclass(frozen=True, slots=True)
-class Optimal:
+class Optimal(AllBudgets):
     """The planner `optimal`.
 
     Attributes:
         slots: About how many slots to divide the budget into.
-        max_depth: How deep regions may stand in each other.
+        max_depth: How deep regions may nest.
     """
 
     slots: int = 500
     max_depth: int = TUNING.deepest
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for the least memory that one extra forward pass buys.
-
-        Raises:
-            InfeasibleBudgetError: If no plan is predicted to fit.
-        """
-        return self.solved(chain)(budget_bytes)
-
     def solved(self, chain: Chain) -> Answer:
-        """Its plans of one chain for all budgets: tables that one budget has filled serve the next."""
+        """Plan a chain for all budgets; without one, the least memory that one extra forward pass buys."""
         return partial(_planned, solve(chain, None, self.slots, self.max_depth))
 
 

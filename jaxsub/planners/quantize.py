@@ -1,7 +1,7 @@
-"""A chain in slots: its bytes counted in slots of equal size, for the tables of `optimal`.
+"""Count a chain's bytes in slots of equal size, for the tables of `optimal`.
 
-A `Chain` and the most memory to plan for go in, `Costs` come out: what is stored is rounded to the nearest slot, what
-stands only for a moment up. The size of a slot is chosen so that the sizes that are stored most fall on whole slots.
+A `Chain` and the most memory to plan for go in, `Costs` come out. Stored bytes are rounded to the nearest slot,
+transient bytes up. The slot size is chosen so that the most frequent stored sizes are whole slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxsub.core.chain import Chain, Option
 from jaxsub.core.simulate import may_nest
 
 INFINITE = np.float32(np.inf)
-TRIED_UNITS = 64  # sizes of a slot that are compared for how well stored bytes fall on whole slots
+TRIED_UNITS = 64  # slot sizes that are compared for how well stored sizes fall on whole slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Choice:
     Attributes:
         stop: The stage after the item's last.
         option: The option.
-        stored: Slots it holds until its backward pass: what it saves and what crosses its end.
-        back: Slots its backward pass needs.
-        flops: What it executes again.
-        last_flops: What it executes again where it ends a nest, whose forward pass is paid for.
+        stored: Slots that are live until its backward pass: its saved values and those that cross its end.
+        back: Slots that its backward pass needs.
+        flops: FLOPs that it recomputes.
+        last_flops: FLOPs that it recomputes where it ends a nest, whose forward pass is paid for.
     """
 
     stop: int
@@ -47,17 +47,17 @@ class Costs:
         chain: The chain.
         unit_bytes: Bytes of one slot.
         n_slots: How many slots there are; tables have one entry more.
-        stored: `[s, q]`: what crosses cut `q` and is made in `s .. q - 1`, and what is hoisted for a nest of them.
-        forward: `[s, q]`: what running `s .. q - 1` forward needs.
-        flops: `[s, q]`: what executing `s .. q - 1` again costs.
-        held: `[t]`: cotangents that stand when a nest that ends with `t` begins.
-        leaf: `[s]`: what the backward pass of a stage that ends its scope needs.
-        kept: `[s]`: what an unwrapped stage stores.
-        kept_back: `[s]`: what its backward pass needs.
+        stored: `[s, q]`: slots of the values of `s .. q - 1` that cross cut `q`, and of what a nest of them hoists.
+        forward: `[s, q]`: slots that the forward pass of `s .. q - 1` needs.
+        flops: `[s, q]`: FLOPs of recomputing `s .. q - 1`.
+        cotangents: `[t]`: slots of the cotangents that are live when a nest that ends with `t` begins.
+        leaf: `[s]`: slots that the backward pass of a stage that ends its scope needs.
+        kept: `[s]`: slots that an unwrapped stage stores.
+        kept_back: `[s]`: slots that its backward pass needs.
         choices: `[s]`: the options of items that start at `s`.
-        inner: `[s]`: those that may stand inside nests.
-        late: `[t, m]`: infinite while `m` is below `held[t]`.
-        most_held: `[q]`: the most of `held` from `q` on.
+        inner: `[s]`: those that are allowed inside nests.
+        barred: `[t, m]`: infinite where `m` is below `cotangents[t]`, 0 elsewhere.
+        most_cotangents: `[q]`: the most of `cotangents` from `q` on.
     """
 
     chain: Chain
@@ -66,14 +66,14 @@ class Costs:
     stored: np.ndarray
     forward: np.ndarray
     flops: np.ndarray
-    held: np.ndarray
+    cotangents: np.ndarray
     leaf: np.ndarray
     kept: np.ndarray
     kept_back: np.ndarray
     choices: tuple[tuple[Choice, ...], ...]
     inner: tuple[tuple[Choice, ...], ...]
-    late: np.ndarray
-    most_held: np.ndarray
+    barred: np.ndarray
+    most_cotangents: np.ndarray
 
 
 def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
@@ -81,40 +81,39 @@ def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
 
     Args:
         chain: The chain.
-        max_bytes: What all slots together hold, in bytes.
-        slots: About how many slots; up to a quarter more where that puts sizes on whole slots, and never below one
-            byte each.
+        max_bytes: Bytes of all slots together.
+        slots: About how many slots; up to a quarter more where sizes are then whole slots. A slot has at least a byte.
     """
     unit_bytes = _unit(chain, max_bytes, slots)
     n, n_slots = len(chain.stages), int(max_bytes / unit_bytes + 1e-9)
     crossing, passing = chain.crossing_bytes, chain.passing_bytes
     around = passing[np.arange(n), np.arange(1, n + 1)]
-    held = nearest(chain.cotangent_bytes[0, 1:], unit_bytes)
+    cotangents = nearest(chain.cotangent_bytes[0, 1:], unit_bytes)
     kept = _column(chain, "keep_bytes") + crossing[np.arange(n), np.arange(1, n + 1)]
     choices = tuple(tuple(_choices(chain, s, unit_bytes)) for s in range(n))
     return Costs(
         chain, unit_bytes, n_slots,
         stored=nearest(crossing + _hoisted(chain), unit_bytes),
         forward=up(_forward(chain), unit_bytes),
-        flops=_again(chain),
-        held=held,
+        flops=_recompute_flops(chain),
+        cotangents=cotangents,
         leaf=up(_column(chain, "transient_bytes") + around, unit_bytes),
         kept=nearest(kept, unit_bytes),
         kept_back=up(_column(chain, "keep_transient_bytes") + around, unit_bytes),
         choices=choices,
         inner=tuple(tuple(c for c in some if may_nest(chain, c.option)) for some in choices),
-        late=np.where(np.arange(n_slots + 1) < held[:, None], INFINITE, np.float32(0)),
-        most_held=np.maximum.accumulate(held[::-1])[::-1],
+        barred=np.where(np.arange(n_slots + 1) < cotangents[:, None], INFINITE, np.float32(0)),
+        most_cotangents=np.maximum.accumulate(cotangents[::-1])[::-1],
     )  # fmt: skip
 
 
 def nearest(n_bytes: np.ndarray, unit_bytes: float) -> np.ndarray:
-    """Whole slots nearest to bytes."""
+    """Round bytes to the nearest whole slots."""
     return np.floor(np.asarray(n_bytes) / unit_bytes + 0.5).astype(np.int64)
 
 
 def up(n_bytes: np.ndarray, unit_bytes: float) -> np.ndarray:
-    """The fewest whole slots that hold bytes."""
+    """Round bytes up to whole slots."""
     return np.ceil(np.asarray(n_bytes) / unit_bytes - 1e-9).astype(np.int64)
 
 
@@ -139,7 +138,7 @@ def _column(chain: Chain, name: str) -> np.ndarray:
 
 
 def _hoisted(chain: Chain) -> np.ndarray:
-    """`[s, q]`: what the compiler makes beforehand for stages `s .. q - 1`; zero for q <= s."""
+    """Bytes that the compiler hoists for stages `s .. q - 1`, as `[s, q]`; zero for q <= s."""
     before = np.concatenate([[0], np.cumsum(_column(chain, "hoisted_bytes"))])
     table: np.ndarray = np.maximum(before[None, :] - before[:-1, None], 0)
     return table
@@ -154,13 +153,13 @@ def _forward(chain: Chain) -> np.ndarray:
     return table
 
 
-def _again(chain: Chain) -> np.ndarray:
+def _recompute_flops(chain: Chain) -> np.ndarray:
     forward = np.array([stage.forward_flops for stage in chain.stages], dtype=np.float64)
     before = np.concatenate([[0.0], np.cumsum(forward)])
     tail = np.array([0.0] + [stage.tail_flops for stage in chain.stages])
     last = np.concatenate([[0.0], before[:-1]])
-    again: np.ndarray = last - before[:-1, None] + tail
-    return again.astype(np.float32)
+    flops: np.ndarray = last - before[:-1, None] + tail
+    return flops.astype(np.float32)
 
 
 def _choices(chain: Chain, start: int, unit_bytes: float) -> Iterator[Choice]:

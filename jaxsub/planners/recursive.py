@@ -1,14 +1,14 @@
-"""`recursive(k)`: store k results, recompute and divide again what lies between them.
+"""`recursive(k)`: store k results and apply the same division to each part between them, when it is recomputed.
 
-The stages are divided into k + 1 parts of about equal bytes made, whose ends are stored. Going backward, each part is
-executed again and divided in the same way, so that n equal stages need g(n) = k + g(n / (k + 1)) stored results,
-k log_{k+1} n in all, and are executed at most log_{k+1} n times more. The last part is not executed again: its division
-goes on where it stands. A part of at most k + 1 stages is divided no further: it stores the results of its stages.
-There a stage that would keep more beside its result than that takes is a region of its own, and the others are not.
+The stages are divided into k + 1 parts that make about equal bytes, and the ends of parts are stored. The backward pass
+recomputes each part and divides it in the same way, so n equal stages need g(n) = k + g(n / (k + 1)) stored results,
+k log_{k+1} n in all, and are recomputed at most log_{k+1} n times. The last part is divided without recompute. A part
+of at most k + 1 stages is divided no further: it stores the results of its stages, and a stage of it is a region only
+if the compiler would keep more bytes of it beside its result than the result takes.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.4, with any k >= 1.
-Ours in addition: parts of equal bytes rather than of equally many stages, which is the same where stages are equal;
-and with a budget but no k, the k of least recompute that fits.
+Ours in addition: parts have equal bytes, not equally many stages, which is the same where stages are equal; with a
+budget but no k, the k of least recompute that fits is taken.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxsub.core.chain import Chain, Run
-from jaxsub.core.plan import Plan
-from jaxsub.planners.memo import Answer
-from jaxsub.planners.select import Candidates
+from jaxsub.planners.memo import AllBudgets, Answer
+from jaxsub.planners.select import Candidates, numbers_to_try
 
 GROWTH = 1.25  # from one k to try to the next, once they are large
 
 
 def recursive_runs(chain: Chain, k: int) -> tuple[Run, ...]:
-    """The runs of the recursion that stores `k` results at every level.
+    """Make the runs of the recursion that stores `k` results at every level.
 
     Args:
         chain: The chain.
@@ -49,7 +48,7 @@ def _before(chain: Chain) -> np.ndarray:
 
 
 def _divided(chain: Chain, before: np.ndarray, start: int, stop: int, k: int) -> Iterator[Run]:
-    """Yield runs over stages `start .. stop - 1`; `before[s]` is what the stages before `s` weigh."""
+    """Yield runs over stages `start .. stop - 1`; `before[s]` is the weight of the stages before `s`."""
     while stop - start > 1:
         *ends, _ = _ends(before, start, stop, min(k, stop - start - 1))
         for end in ends:
@@ -66,7 +65,7 @@ def _is_small(chain: Chain, stage: int) -> bool:
 
 
 def _ends(before: np.ndarray, start: int, stop: int, k: int) -> list[int]:
-    """Where k + 1 parts of about equal weight end; none is empty."""
+    """Find where k + 1 parts of about equal weight end; none is empty."""
     ends: list[int] = []
     for j in range(1, k + 1):
         goal = before[start] + (before[stop] - before[start]) * j / (k + 1)
@@ -77,12 +76,12 @@ def _ends(before: np.ndarray, start: int, stop: int, k: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recursive:
+class Recursive(AllBudgets):
     """Plan by recursion.
 
     Attributes:
         k: How many results to store at every level, at least 1; `None` for the k of least recompute that fits the
-            budget, and for 1, the least memory, where there is no budget.
+            budget, or 1, the least memory, without a budget.
 
     Raises:
         ValueError: If `k` is below 1.
@@ -104,29 +103,9 @@ class Recursive:
         if self.k is not None and self.k < 1:
             raise ValueError(f"the recursion stores at least 1 result at every level, got k={self.k}")
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for any.
-
-        Raises:
-            InfeasibleBudgetError: If no recursion fits.
-        """
-        return self.solved(chain)(budget_bytes)
-
     def solved(self, chain: Chain) -> Answer:
-        """Its plans of one chain for all budgets."""
+        """Plan a chain for all budgets."""
         found = Candidates(chain, lambda k: recursive_runs(chain, int(k)), "recursive")
         natural = [1 if self.k is None else self.k]
-        every = _tried(len(chain.stages)) if self.k is None else natural
+        every = numbers_to_try(1, len(chain.stages) - 1, GROWTH) if self.k is None else natural
         return lambda budget_bytes: found.cheapest(natural if budget_bytes is None else every, budget_bytes)
-
-
-def _tried(n: int) -> list[int]:
-    ks, k = [1], 2.0
-    while k < n - 1:
-        ks.append(int(k))
-        k = max(k + 1, k * GROWTH)
-    return sorted({*ks, max(1, n - 1)})

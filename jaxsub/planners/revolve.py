@@ -1,10 +1,10 @@
 """`revolve(slots)`: binomial checkpointing, optimal on chains of equal stages.
 
 With s slots for stored states, l equal stages and r the least number with beta(s, r) = (s + r over s) >= l, no stage
-is executed more than r times again and the total is the least there is: r l - beta(s + 1, r - 1). The first state is
-stored after j stages; the rest runs with one slot less, then the first j stages anew with all of them. Every j with
-beta(s, r - 2) <= j <= beta(s, r - 1) and beta(s - 1, r - 1) <= l - j <= beta(s - 1, r) is optimal; this takes the
-least, whose nests are shallowest. On other chains the same division is a valid plan and nothing more.
+is recomputed more than r times, and the total is the least possible: r l - beta(s + 1, r - 1). The first state is
+stored after j stages; the rest is reversed with one slot less, then the first j stages with all slots. Every j with
+beta(s, r - 2) <= j <= beta(s, r - 1) and beta(s - 1, r - 1) <= l - j <= beta(s - 1, r) is optimal; the least gives the
+shallowest nests. On chains of unequal stages the same division is valid, but not optimal.
 
 Source: Griewank, Walther, *Algorithm 799: revolve* (2000); the range of optimal j is from Grimm, Pottier,
 Rostaing-Schmidt, *Optimal time and minimum space-time product for reversing a certain class of programs* (1996).
@@ -18,15 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxsub.core.chain import Chain, Run
-from jaxsub.core.plan import Plan
-from jaxsub.planners.memo import Answer
-from jaxsub.planners.select import Candidates
+from jaxsub.planners.memo import AllBudgets, Answer
+from jaxsub.planners.select import Candidates, numbers_to_try
 
 GROWTH = 1.1  # from one number of slots to try to the next, once they are large
 
 
 def beta(slots: int, repeats: int) -> int:
-    """How many equal stages `slots` states and `repeats` further executions of each can reverse.
+    """Count the equal stages that can be reversed with `slots` states and at most `repeats` recomputes of each.
 
     Example:
         >>> beta(3, 2)
@@ -36,12 +35,12 @@ def beta(slots: int, repeats: int) -> int:
 
 
 def repeats_of(n: int, slots: int) -> int:
-    """The least number of further executions of each stage that reverses `n` stages with `slots` states."""
+    """Find how often each of `n` stages is recomputed at most, with `slots` states."""
     return next(r for r in range(n + 1) if beta(slots, r) >= n)
 
 
 def revolve_runs(chain: Chain, slots: int) -> tuple[Run, ...]:
-    """The runs of binomial checkpointing.
+    """Make the runs of binomial checkpointing.
 
     Args:
         chain: The chain.
@@ -69,14 +68,14 @@ def _reversed(chain: Chain, start: int, n: int, slots: int) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class Revolve:
+class Revolve(AllBudgets):
     """Plan by binomial checkpointing.
 
     Attributes:
-        slots: How many states may be stored, at least 1; more are taken where nests would stand deeper than
-            `max_depth`. `None` for the slots of least recompute that fit the budget, and where there is no budget for
-            the fewest that execute no stage more than twice again.
-        max_depth: How deep regions may stand in each other.
+        slots: How many states may be stored, at least 1; more are taken where regions would nest deeper than
+            `max_depth`. `None` for the slots of least recompute that fit the budget, or, without a budget, the fewest
+            that recompute no stage more than twice.
+        max_depth: How deep regions may nest.
 
     Raises:
         ValueError: If either is below 1.
@@ -100,36 +99,16 @@ class Revolve:
         if self.max_depth < 1 or (self.slots is not None and self.slots < 1):
             raise ValueError(f"revolve needs at least 1 slot and depth 1, got {self.slots} and {self.max_depth}")
 
-    def __call__(self, chain: Chain, budget_bytes: int | None = None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for any.
-
-        Raises:
-            InfeasibleBudgetError: If no number of slots fits.
-        """
-        return self.solved(chain)(budget_bytes)
-
     def solved(self, chain: Chain) -> Answer:
-        """Its plans of one chain for all budgets."""
+        """Plan a chain for all budgets."""
         n = len(chain.stages)
         least = _fewest(n, self.max_depth)
         found = Candidates(chain, lambda slots: revolve_runs(chain, int(slots)), "revolve")
         natural = [max(least, self.slots if self.slots is not None else _fewest(n, 2))]
-        every = natural if self.slots is not None else _tried(least, n)
+        every = natural if self.slots is not None else numbers_to_try(least, n - 1, GROWTH)
         return lambda budget_bytes: found.cheapest(natural if budget_bytes is None else every, budget_bytes)
 
 
 def _fewest(n: int, repeats: int) -> int:
-    """The fewest slots that reverse `n` stages with so many further executions of each."""
+    """Find the fewest slots that reverse `n` stages with at most so many recomputes of each."""
     return next(slots for slots in range(1, n + 1) if beta(slots, repeats) >= n)
-
-
-def _tried(least: int, n: int) -> list[int]:
-    tried, slots = [least], least + 1.0
-    while slots < n - 1:
-        tried.append(int(slots))
-        slots = max(slots + 1, slots * GROWTH)
-    return sorted({*tried, max(least, n - 1)})

@@ -1,7 +1,4 @@
-"""Choose among candidates: the one of least recompute that fits a budget, or refuse and say what would.
-
-Of plans that were measured and fit, `is_better` says which to keep.
-"""
+"""Choose among plans: of one planner, the plan of least recompute that fits; of measured plans, the better one."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from jaxsub.core.simulate import predict
 from jaxsub.core.tuning import TUNING
 
 Priced = tuple[tuple[Run, ...], Prediction]
-"""Runs that cover a chain, and what they cost."""
+"""Runs that cover a chain, and their prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Runs of one chain that a planner makes of a number, each made and priced once.
+    """Plans of one chain that a planner makes from a number, each made and predicted once.
 
-    A planner that offers the same candidates whatever the budget is monotone: a larger budget never gets a slower plan.
+    A planner that compares the same plans for every budget is monotone: a larger budget never gets a slower plan.
 
     Attributes:
         chain: The chain.
-        runs_of: The runs of a number; they cover the chain.
+        runs_of: Makes runs that cover the chain from a number.
         planner: The planner's name.
     """
 
@@ -37,11 +34,11 @@ class Candidates:
     _known: dict[float, Priced] = field(init=False, default_factory=dict, repr=False)
 
     def priced(self, numbers: Iterable[float]) -> list[Priced]:
-        """The runs of these numbers and what they cost."""
+        """Make and predict the runs of these numbers."""
         return [self._priced(number) for number in numbers]
 
     def cheapest(self, numbers: Iterable[float], budget_bytes: int | None) -> Plan:
-        """The plan of least recompute, then least memory, among those of these numbers that fit a budget.
+        """Choose the plan of least recompute, then least memory, among those of these numbers that fit a budget.
 
         Args:
             numbers: At least one.
@@ -65,8 +62,22 @@ class Candidates:
         return self._known[number]
 
 
+def numbers_to_try(least: int, most: int, growth: float) -> list[int]:
+    """List whole numbers from `least` to `most`: each one more than the last, or `growth` times it if that is larger.
+
+    Example:
+        >>> numbers_to_try(1, 20, 1.5)
+        [1, 2, 3, 4, 6, 10, 15, 20]
+    """
+    tried, number = [least], least + 1.0
+    while number < most:
+        tried.append(int(number))
+        number = max(number + 1, number * growth)
+    return sorted({*tried, max(least, most)})
+
+
 def infeasible(budget_bytes: int, least_bytes: int, planner: str) -> InfeasibleBudgetError:
-    """The error for a budget that none of a planner's plans fits.
+    """Make the error for a budget that none of a planner's plans fits.
 
     Args:
         budget_bytes: The budget, in bytes.
@@ -83,39 +94,39 @@ def infeasible(budget_bytes: int, least_bytes: int, planner: str) -> InfeasibleB
 
 
 def is_better(plan: Plan, than: Plan) -> bool:
-    """Whether a measured plan is preferred to another that fits as well.
+    """Tell whether to prefer a measured plan to another, where both fit.
 
-    The one that executes less is; of two within a percent of each other, the one of clearly fewer regions, which
-    compiles sooner, if it needs no more memory: else a smaller budget would find the one that executes less. Of two
-    that execute the same it is the one of less memory.
+    The plan that recomputes less is better, then the one that needs less memory. Where the FLOPs of the whole gradients
+    differ by at most a percent, a plan of clearly fewer regions, which compiles sooner, is better if it needs no more
+    memory: otherwise a smaller budget would find a plan that recomputes less.
     """
-    (work, again), (other_work, other_again) = _work(plan), _work(than)
+    (work, extra), (other_work, other_extra) = _work(plan), _work(than)
     if abs(work - other_work) <= TUNING.alike * min(work, other_work):
         if _is_simpler(plan, than):
             return True
         if _is_simpler(than, plan):
             return False
-    return (again, _needed(plan)) < (other_again, _needed(than))
+    return (extra, _needed(plan)) < (other_extra, _needed(than))
 
 
 def _is_simpler(plan: Plan, than: Plan) -> bool:
-    """Whether a plan has clearly fewer regions, and needs no more."""
+    """Tell whether a plan has clearly fewer regions, and needs no more memory."""
     is_fewer = plan.n_regions < than.n_regions and plan.n_regions <= TUNING.fewer * than.n_regions
     return is_fewer and _needed(plan) <= _needed(than)
 
 
 def _work(plan: Plan) -> tuple[float, float]:
-    """FLOPs of a plan's gradient, the backward pass taken for two forward passes, and those executed again."""
+    """Estimate FLOPs of a plan's gradient, a backward pass counted as two forward passes, and recomputed FLOPs."""
     if plan.prediction is None:
         return 0.0, 0.0
     return 3 * plan.prediction.forward_flops + plan.prediction.extra_flops, plan.prediction.extra_flops
 
 
 def expected_compile_seconds(plan: Plan, plain_seconds: float) -> float:
-    """Roughly how long the compiler takes for a plan: compile time grows like the square of the number of equations.
+    """Estimate how long a plan compiles: the time grows with the square of the number of equations.
 
     Args:
-        plan: The plan. The gradient of an equation is taken for three, and one more each time it is executed again.
+        plan: The plan. An equation's gradient counts as three equations, and one more for each recompute.
         plain_seconds: How long the plain gradient took.
 
     Example:

@@ -1,9 +1,9 @@
-"""Long regions in pieces: of plans that keep and execute the same, the one whose regions are short.
+"""Split long regions: of plans that save and recompute the same, prefer the one with short regions.
 
 Runs that cover a chain go in; the same come out, with regions of several stages replaced by shorter ones that together
-keep no more from the forward to the backward pass and execute no more again. Inside a region a compiler orders the
-backward pass as it likes, and may make again at once all that a long one does not save; no price of a region says how
-far it goes. Between short ones gradient barriers stand.
+save no more bytes and recompute no more. Inside a region the compiler orders the backward pass freely, and may first
+recompute everything that a long region does not save, which its price cannot know. Short regions have gradient barriers
+between them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jaxsub.core.chain import Chain, Option, Run
 from jaxsub.core.simulate import predict
 
 ROUNDING = 1e-6  # relative; FLOPs of a long region and of its pieces are sums of the same numbers
-MOST_CHOICES = 64  # of ways to cut one region up to one cut, of which none is better in both than another
+MOST_CHOICES = 64  # Pareto-optimal splits of one region up to a cut that are kept
 
 
-def in_pieces(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
+def split_regions(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
     """Replace long regions by short ones that cost the same.
 
     Args:
-        chain: What everything costs.
+        chain: The chain.
         runs: Runs that cover the chain's stages.
 
     Returns:
-        Runs that are predicted to need no more memory and execute no more again.
+        Runs that are predicted to need no more memory and recompute no more.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Item, Option, Stage
@@ -34,7 +34,7 @@ def in_pieces(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
         >>> short, long = Option((0,), 1, 5, 1.0), Option((0, 1, 2), 3, 8, 2.0)
         >>> items = (Item(0, 1, (short,)), Item(1, 2, (short,)), Item(0, 2, (long,)))
         >>> chain = Chain(stages, items, tuple(Crossing(s, s + 1, 1, 0) for s in range(2)))
-        >>> [(run.start, run.stop) for run in in_pieces(chain, (Run(0, 2, long), Run(2, 3)))]
+        >>> [(run.start, run.stop) for run in split_regions(chain, (Run(0, 2, long), Run(2, 3)))]
         [(0, 1), (1, 2), (2, 3)]
     """
     short = tuple(piece for run in runs for piece in _pieces(chain, run))
@@ -45,7 +45,7 @@ def in_pieces(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """Regions that cover the first stages of a long one: what they execute again, and what they keep."""
+    """Regions that cover the first stages of a long one: recomputed FLOPs and kept bytes."""
 
     flops: float = 0.0
     kept_bytes: int = 0
@@ -56,7 +56,7 @@ class _Cover:
 
 
 def _pieces(chain: Chain, run: Run) -> tuple[Run, ...]:
-    """The most regions that cost no more than one does; itself where there are none, or it is no region."""
+    """Split a region into as many as possible that cost no more; return it alone where there is no such split."""
     if run.option is None or not run.option.is_region or run.stop - run.start < 2:
         return (run,)
     whole = _with(chain, _Cover(), run)

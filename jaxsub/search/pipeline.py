@@ -34,7 +34,7 @@ from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
-from jaxsub.planners.memo import Held
+from jaxsub.planners.memo import Memo
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
 from jaxsub.search.belonging import require_belonging
@@ -285,7 +285,7 @@ def _whole(program: Program, settings: Settings, target: Target, store: Store) -
                         settings.offload)  # fmt: skip
         verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        planner = Bounded(wishing(program, once(program, Held(get(settings.planner))), wishes))
+        planner = Bounded(wishing(program, once(program, Memo(get(settings.planner))), wishes))
         cuts = verifying.cut_choices(program)
         candidates = Candidates(pricer, planner, cuts)
         if budget == Budget():

@@ -22,7 +22,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
 from jaxsub.planners import get
-from jaxsub.planners.memo import Held
+from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.candidates import Candidates, Way, predicted_bytes
@@ -85,7 +85,7 @@ class Ladder:
         program, settings = self.site.program, self.site.settings
         self.pricer = Pricer(program, self.target, self.store, self.progress, offload=settings.offload)
         self.cuts = cut_choices(program)
-        planner = once(program, Held(get(settings.planner)))
+        planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)
 
     @property

@@ -192,7 +192,7 @@ def test_cheap_saves_the_costly_output_of_each_stage():
 def test_cheap_refuses_what_does_not_fit():
     """A budget below its one plan is refused with that plan's bytes, which then work."""
     chain = stack(4)
-    with pytest.raises(InfeasibleBudgetError, match="only cheap results are recomputed") as caught:
+    with pytest.raises(InfeasibleBudgetError, match="least predicted peak of the plans of `cheap`") as caught:
         Cheap()(chain, 10)
     least = caught.value.least_bytes
     assert Cheap()(chain, least).prediction.temp_bytes == least

@@ -18,7 +18,7 @@ from jaxsub.planners import dp_tables as tables
 from jaxsub.planners import optimal
 from jaxsub.planners.dp_tables import depth, tables_of
 from jaxsub.planners.optimal import Optimal, solve
-from jaxsub.planners.split_regions import in_pieces
+from jaxsub.planners.split_regions import split_regions
 
 MIB = 2**20
 
@@ -400,19 +400,19 @@ def regions(n: int, long: Option) -> tuple[Chain, tuple[Run, ...]]:
     ("kept", "transient", "flops", "n_runs"),
     [(11, 20, 4.0, 5), (12, 20, 4.0, 5), (10, 20, 4.0, 2), (11, 20, 3.9, 2), (11, 4, 4.0, 2)],
 )
-def test_long_regions_stand_in_pieces_that_cost_no_more(kept, transient, flops, n_runs):
+def test_long_regions_stand_split_regions_that_cost_no_more(kept, transient, flops, n_runs):
     """Not where the pieces keep a byte more, execute more again, or are predicted to need more."""
     chain, runs = regions(5, Option((0, 1, 2, 3), kept, transient, flops))
-    assert len(in_pieces(chain, runs)) == n_runs
+    assert len(split_regions(chain, runs)) == n_runs
 
 
 @given(chains(4))
 def test_pieces_need_no_more_and_execute_no_more_again(chain):
     """Whatever the plan; and a planner's own regions are such pieces already."""
     for runs in list(all_runs(chain))[:50]:
-        before, after = predict(chain, runs), predict(chain, in_pieces(chain, runs))
+        before, after = predict(chain, runs), predict(chain, split_regions(chain, runs))
         assert after.temp_bytes <= before.temp_bytes
         assert after.extra_flops <= before.extra_flops + 1e-5
     for n_bytes, _ in points(chain)[:5]:
         found = solve(chain).runs(max(n_bytes, min(p for p, _ in points(chain))))
-        assert in_pieces(chain, found) == found
+        assert split_regions(chain, found) == found

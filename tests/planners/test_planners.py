@@ -18,7 +18,7 @@ from jaxsub.core.plan import Plan, Segment, plan_from_runs
 from jaxsub.core.simulate import predict
 from jaxsub.planners import Auto, Barriers, Optimal, Plain, Recursive, Revolve, get, names, optimal, register
 from jaxsub.planners import select as fit
-from jaxsub.planners.memo import Held, solved
+from jaxsub.planners.memo import Memo, solved
 from jaxsub.planners.optimal import solve
 from jaxsub.planners.select import expected_compile_seconds, is_better
 
@@ -111,14 +111,14 @@ def answer(planner, chain: Chain, budget_bytes: int | None) -> Plan | int:
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_is_held_of_a_chain_changes_no_plan(name):
-    """Asked for one budget after another, on one chain and then another, a held planner answers as ever."""
-    held, planner = Held(get(name)), get(name)
+def test_a_memo_changes_no_plan(name):
+    """Asked for one budget after another, on one chain and then another, a memo answers as its planner."""
+    memo, planner = Memo(get(name)), get(name)
     for seed in (1, 2, 1):
         chain = random_chain(random.Random(seed).randint, 7)
         plain_bytes = predict(chain, chain.plain()).temp_bytes
         for budget_bytes in (plain_bytes, None, 2 * plain_bytes // 3, 10**6, 1):
-            assert answer(held, chain, budget_bytes) == answer(planner, chain, budget_bytes)
+            assert answer(memo, chain, budget_bytes) == answer(planner, chain, budget_bytes)
 
 
 @pytest.mark.parametrize("name", ["chen", "recursive", "revolve"])
@@ -137,10 +137,10 @@ def test_a_chain_is_solved_once_for_all_budgets(monkeypatch):
     """Tables that one budget has filled serve the next; another chain is solved anew, and so is an equal one not."""
     solutions = []
     monkeypatch.setattr(optimal, "solve", lambda chain, *rest: solutions.append(chain) or solve(chain, *rest))
-    held = Held(Auto())
+    memo = Memo(Auto())
     for n in (6, 6, 7):
         for budget_bytes in (9, 8, None):
-            held(uniform(n), budget_bytes)
+            memo(uniform(n), budget_bytes)
     assert [len(chain.stages) for chain in solutions] == [6, 7]
 
 
