@@ -14,7 +14,8 @@ import jaxsub
 
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
-core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain output_reuse timeline
+core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain passes output_reuse
+    timeline
     simulate folder disk_cache plan
 allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 from jaxsub.core.chain import Chain, Item, Option, Stage
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
+from jaxsub.core.passes import Pass, run_passes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
@@ -113,8 +115,17 @@ class Pricer:
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic", self._clock.origin,
                       has_timed_options=self._minimises_seconds,
                       saves_in_nests=compat.saves_in_nests())  # fmt: skip
-        chain = with_gathered(scaled(chain, self.share), self.program.graph, self.gathered)
-        return by_seconds(chain) if self._minimises_seconds else chain
+        return run_passes(chain, self._passes())
+
+    def _passes(self) -> Iterator[Pass]:
+        """What turns costs counted for the whole program into those of one device, in the unit that is minimised."""
+        if self.share != 1.0:
+            yield Pass("one device's share of each byte", partial(scaled, share=self.share))
+        if self.gathered:
+            yield Pass("weights gathered where they are read",
+                       partial(with_gathered, graph=self.program.graph, gathered=self.gathered))  # fmt: skip
+        if self._minimises_seconds:
+            yield Pass("FLOPs weighed by seconds", by_seconds)
 
     @property
     def _minimises_seconds(self) -> bool:

@@ -190,8 +190,6 @@ def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int]) -> Chain:
         >>> stages[0].keep_bytes, stages[0].transient_bytes, stages[1].keep_bytes
         (20, 32, 0)
     """
-    if not gathered:
-        return chain
     read = ({v for node in graph.nodes[s.start : s.stop] for v in node.inputs} for s in chain.stages)
     sizes = [sum(gathered[v] for v in values if v < len(gathered)) for values in read]
     stages = tuple(
@@ -214,8 +212,6 @@ def scaled(chain: Chain, share: float) -> Chain:
         >>> scaled(whole, 0.125).stages[0].transient_bytes
         10
     """
-    if share == 1.0:
-        return chain
     items = tuple(replace(i, options=tuple(_shrunk(o, share) for o in i.options)) for i in chain.items)
     stages = tuple(_shrunk(s, share) for s in chain.stages)
     return replace(chain, stages=stages, items=items, crossings=tuple(_shrunk(c, share) for c in chain.crossings))

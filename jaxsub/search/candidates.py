@@ -14,10 +14,13 @@ from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Chain
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.output_reuse import unfenced
+from jaxsub.core.passes import Pass, run_passes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.planners import Planner
+
+WITHOUT_BARRIERS = Pass("without gradient barriers", unfenced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Candidates:
     def chain(self, way: Way) -> Chain:
         """The chain that the planner is asked on."""
         chain = self.pricer.chain(way.cuts)
-        return chain if way.has_barriers else unfenced(chain)
+        return chain if way.has_barriers else run_passes(chain, [WITHOUT_BARRIERS])
 
     def plan(self, way: Way, budget_bytes: float | None, slack: float = 0.0) -> Plan:
         """The planner's plan; where it says that nothing fits, its least, or one that needs a share more."""
