@@ -21,7 +21,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.inline import flatten_jaxpr
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, aval_bytes, in_its_width
 from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")
@@ -223,6 +223,7 @@ def explain(
     return explanation_of(trace_call(fun, args, kwargs, argnums), target)
 
 
+@in_its_width
 def explanation_of(program: Program, target: Any = None) -> Explanation:
     """The explanation of a traced program."""
     found = residuals_of(program)

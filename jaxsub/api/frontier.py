@@ -21,6 +21,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
+from jaxsub.jaxpr.trace import in_its_width
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
 from jaxsub.search.verify import Verifier, cut_choices, finish, usual_choices
@@ -150,6 +151,7 @@ def frontier(
     return frontier_of(pricer, points, marked, is_measured=verify)
 
 
+@in_its_width
 def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False) -> Frontier:
     """The frontier of a program whose stages a pricer prices."""
     program = pricer.program

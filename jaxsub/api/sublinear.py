@@ -22,7 +22,6 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.costs.chain_builder import Pricer
-from jaxsub.devices.compile import measure_compiled
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
@@ -107,8 +106,7 @@ class Sublinear(Wrapped[P, R]):
         """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it; nothing is run."""
         program, _, made = self._prepare(args, kwargs)
         check_differentiated(program)
-        function, shapes = verifying.gradient(program, emit(program, made))
-        return measure_compiled(function, shapes, get_target(self.settings.target))
+        return verifying.measured(program, emit(program, made), get_target(self.settings.target))
 
     def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
         """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
@@ -376,7 +374,7 @@ def measure(fun: Callable[..., Any], /, *args: Any, target: str | Target | None 
     """
     refuse_collisions(measure, locals())
     program = trace_call(fun, args, kwargs, argnums)
-    return measure_compiled(*verifying.gradient(program, as_traced(program)), get_target(target))
+    return verifying.measured(program, as_traced(program), get_target(target))
 
 
 def type_of(leaf: Any) -> Any:

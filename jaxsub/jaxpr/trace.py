@@ -7,6 +7,7 @@ function closes over, a tracer perhaps, is differentiated and counted like an ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
+from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
 from jaxsub.jaxpr.identity import dtype_name, signature_of
@@ -27,6 +29,9 @@ from jaxsub.jaxpr.shardings import Shardings, spread_over
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
 """Primitives with float outputs through which no gradient flows."""
+
+WIDE = frozenset("float64 complex128 int64 uint64".split())
+"""Dtypes that there are only while JAX's x64 is on."""
 
 ONCE = frozenset("io_callback outside_call".split())
 """Primitives whose effect must not happen twice; what reads or writes a reference is not executed twice either."""
@@ -91,6 +96,28 @@ class Program:
     def part(self, inner: Program) -> Program:
         """A program inside this one, such as the body of a loop, compiled for the same devices."""
         return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
+
+
+def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
+    """A context to trace parts of a program in: its 64-bit values stay such, also where JAX's x64 is off.
+
+    An array that was made while x64 was on keeps its 64 bits; a shape that says 64 is narrowed.
+    """
+    values = program.graph.values
+    is_wide = any(dtype in WIDE for dtype in {v.dtype for v in values}) and "64" not in str(jnp.result_type(float))
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+
+
+def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
+    """Have work on a program, its first argument or an attribute of that, done in a context `as_wide_as` it."""
+
+    @functools.wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: Any = args[0]
+        with as_wide_as(getattr(given, "program", given)):
+            return work(*args, **kwargs)
+
+    return run
 
 
 def trace(

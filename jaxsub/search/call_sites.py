@@ -18,7 +18,7 @@ import jax
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, as_wide_as
 from jaxsub.search.pipeline import Settings, can_plan, make_plan, untouched
 
 _TRIAL: Any = jax.make_user_context(None)
@@ -75,7 +75,14 @@ def _site(name: str, program: Program, settings: Settings) -> Site:
     is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
     own = make_plan(program, settings) if is_fixed or is_bounded else untouched(program)
-    return Site(name, program, settings, own, not is_fixed and can_plan(program), compat.axes_in_scope())
+    axes = compat.axes_in_scope()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with axes(), as_wide_as(program):
+            yield
+
+    return Site(name, program, settings, own, not is_fixed and can_plan(program), entered)
 
 
 def current() -> Trial | None:

@@ -31,7 +31,7 @@ from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.order import equation_digests, ordered_as
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
 from jaxsub.planners.memo import Memo
@@ -94,6 +94,7 @@ class Settings:
             raise ValueError(f'profile is True, False or "roofline", got {self.profile!r}')
 
 
+@in_its_width
 def make_plan(program: Program, settings: Settings) -> Plan:
     """Plan a traced program.
 
@@ -335,6 +336,7 @@ def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> 
     return min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
 
 
+@in_its_width
 def can_plan(program: Program) -> bool:
     """Whether a plan could do anything for a program: its gradient can be taken."""
     active = any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs)

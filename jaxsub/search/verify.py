@@ -26,7 +26,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.order import equation_digests, ordered_as
 from jaxsub.jaxpr.shardings import constrain, placed
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.planners.select import expected_compile_seconds
@@ -63,6 +63,12 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
     shapes = placed(program.avals(), program.shardings)
     outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *shapes)
     return of, (shapes, outs)
+
+
+@in_its_width
+def measured(program: Program, flat: Callable[..., Sequence[Any]], target: Target) -> Measurement:
+    """What the compiler allocates for the gradient of a program, given as a function of its flat inputs."""
+    return measure_compiled(*gradient(program, flat), target)
 
 
 def has_gradient(program: Program) -> bool:
@@ -139,7 +145,7 @@ class Verifier:
         about = f", about {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
         many = f"compile {self.compiles} of at most {max(self.most_compiles, self.compiles)}"
         self.pricer.progress(f"{many}: the whole gradient, {plan.n_regions} regions{about}")
-        found = measure_compiled(*gradient(self.program, emit(self.program, plan)), self.pricer.target)
+        found = measured(self.program, emit(self.program, plan), self.pricer.target)
         self._pace = found.compile_seconds / expected_compile_seconds(plan, 1.0)
         if self.pricer.store is not None:
             self.pricer.store.put(measured_key(self.program, self.pricer.target, plan), found)

@@ -1,6 +1,7 @@
 """JAX's own settings hold of `sublinear` too: strict promotion, checks, 64 bits, either kind of `jax.checkpoint`."""
 
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,44 @@ def test_x64_is_switched_between_planned_calls():
     with jax.enable_x64(True):
         in_64_bits = of_jax()
     assert in_64_bits != of_jax()  # plans and prices on disk keep the two apart
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of JAX, where the loss is traced
+def test_x64_arrays_where_x64_is_off():
+    """Arrays of 64 bits that outlive the context they were made in keep them, in loss, plan and whole step."""
+    with jax.enable_x64(True):
+        w, x = W.astype(jnp.float64), jnp.tile(X, (8, 1)).astype(jnp.float64)
+    wanted = jax.value_and_grad(loss)(w, x)
+    f = jaxsub.sublinear(loss, budget=0.9, cache=False, progress=False)
+    for planned in (predicted(loss), f):
+        got = jax.jit(jax.value_and_grad(planned))(w, x)
+        assert [v.dtype for v in got] == [v.dtype for v in wanted]
+        same(got, wanted, rtol=1e-6)
+    assert (
+        f.measure(w, x).temp_bytes == f.plan(w, x).measurement.temp_bytes <= 0.9 * jaxsub.measure(loss, w, x).temp_bytes
+    )
+    step = jaxsub.jit(lambda w, x: w - jax.grad(f)(w, x), memory=0.95, cache=False, progress=False)
+    assert step(w, x).dtype == w.dtype
+    assert f.frontier(w, x).plans
+    assert f.explain(w, x).residuals
+
+
+def test_x64_is_switched_in_threads():
+    """Threads that plan, verify and run in 32 and in 64 bits at once get each its own dtypes and values."""
+    losses = [lambda w, x, n=n: loss(w, x) + jnp.sum(jnp.sin(x @ w) ** n) for n in (2, 3)]
+    planned = [jaxsub.sublinear(f, verify=True, cache=False, progress=False) for f in losses]
+
+    def work(number):
+        bits, which = (32, 64)[number % 2], number // 2 % 2
+        with jax.enable_x64(bits == 64):
+            w, x = W.astype(f"float{bits}"), X.astype(f"float{bits}")
+            got = jax.jit(jax.value_and_grad(planned[which]))(w, x)
+            return bits, got, jax.value_and_grad(losses[which])(w, x), jnp.zeros(3).dtype
+
+    with ThreadPoolExecutor(4) as pool:
+        for bits, got, wanted, dtype in pool.map(work, range(8)):
+            assert [v.dtype for v in got] == [dtype, dtype] == [f"float{bits}"] * 2
+            same(got, wanted, rtol=1e-5 if bits == 32 else 1e-13)
 
 
 def test_x64_everywhere():
