@@ -1,7 +1,7 @@
-"""The paper's memory optimisation, §3 and Algorithm 2: the gradient as a graph, and where its values lie.
+"""The paper's memory optimisation, §3 and Algorithm 2: the gradient as a graph, and the allocation of its values.
 
-`gradient` turns a graph and mirror counts into a schedule; `allocation` gives its arrays places, checks them and says
-what is alive when. Neither knows JAX or needs a compiler.
+`gradient` turns a graph and mirror counts into a schedule; `allocation` assigns memory to its arrays, checks the
+assignment and lists live ranges. Neither knows JAX or needs a compiler.
 """
 
 from jaxsub.allocator.allocation import STRATEGIES, Allocation, Strategy, Timeline, allocate, replay, timeline

@@ -1,17 +1,17 @@
-"""Where each value of a program and its gradient lies in memory: the paper's §3 and Fig. 2.
+"""Assign memory to each value of a program and its gradient: the paper's §3 and Fig. 2.
 
-A schedule goes in (`forward_graph`, or `gradient_graph`: Algorithm 2). `allocate` gives every value of it a place, in
-one pass with a liveness counter for each. `timeline` says how many bytes live at each step and what is alive at the
-peak. `replay` checks an allocation independently.
+A schedule goes in (`forward_graph`, or `gradient_graph`: Algorithm 2). `allocate` assigns an allocation to every value,
+in one pass with a liveness counter for each. `timeline` counts the live bytes at each step and lists the values that
+are live at the peak. `replay` checks an allocation independently.
 
-The strategies are the paper's (§5.1). *none*: each value has a place of its own. *inplace*: an elementwise operation
-that is the last to read an input writes over it, and a further contribution to a cotangent is added where the sum of
-the others lies. *sharing*: besides, a place whose value is dead is handed on; as in the authors' MXNet only between
-values of which one is at most 16 times the other. All are linear in the size of the graph, up to a logarithm.
+The strategies are the paper's (§5.1). *none*: each value has its own allocation. *inplace*: an elementwise operation
+that is the last to read an input overwrites it, and cotangents are summed in place. *sharing*: besides, the allocation
+of a dead value is reused; as in the authors' MXNet only between values of which one is at most 16 times the other. All
+are linear in the size of the graph, up to a logarithm.
 
-This explains a plan operation by operation without any compiler, and reproduces the paper's curves. It is not what a
-compiler allocates: it knows no fusion, no temporaries inside an operation and no alignment. Arguments, the cotangents
-of the program's outputs among them, are given and take no place; results take theirs until the end.
+This explains a plan operation by operation without any compiler, and reproduces the paper's curves. A compiler
+allocates otherwise: this has no fusion, no temporaries inside an operation and no alignment. Arguments, which include
+the cotangents of the program's outputs, take no memory; results are live until the end.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §3.
 """
@@ -34,13 +34,13 @@ MATCH_RANGE = 16  # the authors' own: NNVM_EXEC_MATCH_RANGE of MXNet's graph all
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A place for every buffer of a schedule.
+    """The memory of every buffer of a schedule.
 
     Attributes:
         strategy: The strategy it was made with.
-        tags: For each buffer the number of its place; `None` for what is given.
-        offsets: For each buffer where its place starts, in bytes; `None` for what is given.
-        total_bytes: Bytes of all places.
+        tags: For each buffer the number of its allocation; `None` for arguments.
+        offsets: For each buffer where its allocation starts, in bytes; `None` for arguments.
+        total_bytes: Bytes of all allocations.
     """
 
     strategy: Strategy
@@ -51,14 +51,14 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How much is alive while each step of a schedule runs; what is given does not count.
+    """Live bytes while each step of a schedule runs, without arguments.
 
     Attributes:
-        live_bytes: For each step the bytes of all buffers that live while it runs, where in-place operations count
-            one place.
-        peak_bytes: The most of them: no allocation can do with less.
+        live_bytes: For each step the bytes of all buffers that are live while it runs; buffers that are updated in
+            place count once.
+        peak_bytes: The most of them: no allocation needs less.
         peak_step: The first step that reaches it; -1 where there is none.
-        alive: The buffers alive then, largest first.
+        alive: The buffers that are live then, largest first.
     """
 
     live_bytes: tuple[int, ...]
@@ -68,10 +68,10 @@ class Timeline:
 
 
 def allocate(schedule: Schedule, strategy: Strategy = "sharing") -> Allocation:
-    """Give every buffer a place, statically, in one pass with liveness counters: the paper's Fig. 2.
+    """Assign memory to every buffer, statically, in one pass with liveness counters: the paper's Fig. 2.
 
     Args:
-        schedule: What is executed.
+        schedule: The operations, in execution order.
         strategy: `none`, `inplace` or `sharing`; see the module's docstring.
 
     Returns:
@@ -93,22 +93,22 @@ def allocate(schedule: Schedule, strategy: Strategy = "sharing") -> Allocation:
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"expected a strategy of {', '.join(STRATEGIES)}, got {strategy!r}")
-    places = _Places()
+    pool = _Pool()
     tags: list[int | None] = [None] * len(schedule.buffers)
     for step, donors, dead in _liveness(schedule, in_place=strategy != "none"):
         for w in step.writes:
-            tags[w] = tags[donors[w]] if w in donors else places.take(schedule.buffers[w].n_bytes)
+            tags[w] = tags[donors[w]] if w in donors else pool.take(schedule.buffers[w].n_bytes)
         for b in dead if strategy == "sharing" else ():
-            places.give(tags[b])
-    starts = [0, *accumulate(places.sizes)]
+            pool.free(tags[b])
+    starts = [0, *accumulate(pool.sizes)]
     offsets = tuple(None if tag is None else starts[tag] for tag in tags)
     return Allocation(strategy, tuple(tags), offsets, starts[-1])
 
 
 def _liveness(schedule: Schedule, in_place: bool) -> Iterator[tuple[Step, dict[int, int], list[int]]]:
-    """Yield each step, which of its writes lies where which of its reads lay, and the buffers that die after it.
+    """Yield each step, the read that each write takes the memory of, and the buffers that are dead after it.
 
-    A counter for each buffer holds the operations still to be fulfilled; in place is what is read the last time.
+    A counter for each buffer holds the number of reads still to come; only a last read is overwritten.
     """
     pending = [0] * len(schedule.buffers)
     for step in schedule.steps:
@@ -128,33 +128,33 @@ def _liveness(schedule: Schedule, in_place: bool) -> Iterator[tuple[Step, dict[i
         yield step, donors, [b for b in (*step.reads, *step.writes) if not pending[b] and b not in taken]
 
 
-class _Places:
-    """Places by number; those that are free, sorted by size."""
+class _Pool:
+    """Allocations by number, and the unused ones sorted by size."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.free: list[tuple[int, int]] = []
+        self.unused: list[tuple[int, int]] = []
 
     def take(self, n_bytes: int) -> int:
-        """The smallest free place that holds so many bytes, else the largest that can grow to it, else a new one."""
-        at = bisect_left(self.free, (n_bytes, -1))
-        if at < len(self.free) and self.free[at][0] <= n_bytes * MATCH_RANGE:
-            return self.free.pop(at)[1]
-        if at and self.free[at - 1][0] * MATCH_RANGE >= n_bytes:
-            tag = self.free.pop(at - 1)[1]
+        """Take the smallest unused allocation that is large enough, else grow the largest, else make one."""
+        at = bisect_left(self.unused, (n_bytes, -1))
+        if at < len(self.unused) and self.unused[at][0] <= n_bytes * MATCH_RANGE:
+            return self.unused.pop(at)[1]
+        if at and self.unused[at - 1][0] * MATCH_RANGE >= n_bytes:
+            tag = self.unused.pop(at - 1)[1]
             self.sizes[tag] = n_bytes
             return tag
         self.sizes.append(n_bytes)
         return len(self.sizes) - 1
 
-    def give(self, tag: int | None) -> None:
-        """Hand a place back."""
+    def free(self, tag: int | None) -> None:
+        """Return an allocation for reuse."""
         if tag is not None:
-            insort(self.free, (self.sizes[tag], tag))
+            insort(self.unused, (self.sizes[tag], tag))
 
 
 def timeline(schedule: Schedule) -> Timeline:
-    """Count the bytes that live at each step, and name what is alive at the peak.
+    """Count the live bytes at each step, and list the buffers that are live at the peak.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -187,15 +187,15 @@ def timeline(schedule: Schedule) -> Timeline:
 def replay(schedule: Schedule, allocation: Allocation) -> None:
     """Execute a schedule in an allocation and check that no two live values overlap.
 
-    The check shares nothing with `allocate`: it keeps what lies where, and looks at every read and write.
+    The check shares no code with `allocate`: it tracks the extents of live buffers, and checks every read and write.
 
     Args:
-        schedule: What is executed.
-        allocation: Where everything lies.
+        schedule: The operations, in execution order.
+        allocation: The memory of every buffer.
 
     Raises:
-        AssertionError: If a step reads what is not there, or a write lies outside the allocation or over a value that
-            is still wanted; with every fault found.
+        AssertionError: If a step reads a buffer that is not live, or writes outside the allocation or over a live
+            buffer; with every fault found.
     """
     machine = _Machine(schedule, allocation)
     for at, step in enumerate(schedule.steps):
@@ -205,7 +205,7 @@ def replay(schedule: Schedule, allocation: Allocation) -> None:
 
 
 class _Machine:
-    """A memory that knows what lies where: `standing` holds (start, end, buffer), disjoint, in order."""
+    """A memory that tracks its live buffers: `live` holds (start, end, buffer), disjoint, in order."""
 
     def __init__(self, schedule: Schedule, allocation: Allocation) -> None:
         self.schedule = schedule
@@ -215,11 +215,11 @@ class _Machine:
         self.last_read = {r: at for at, step in enumerate(schedule.steps) for r in step.reads}
         self.last_read |= dict.fromkeys((*range(schedule.n_given), *schedule.results), len(schedule.steps))
         self.present = set(range(schedule.n_given))
-        self.standing: list[tuple[int, int, int]] = []
+        self.live: list[tuple[int, int, int]] = []
         self.faults: list[str] = []
 
     def execute(self, at: int, step: Step) -> None:
-        """Check a step's reads and writes, then drop what nothing reads afterwards."""
+        """Check a step's reads and writes, then drop the buffers that are dead after it."""
         name = self.schedule.label
         self.faults += [f"step {at} reads {name(r)}, which is not there" for r in step.reads if r not in self.present]
         for w in step.writes:
@@ -232,21 +232,21 @@ class _Machine:
                 self._drop(b)
             self.present.add(w)
             if start < end:
-                insort(self.standing, self.extents[w])
+                insort(self.live, self.extents[w])
         for b in (*step.reads, *step.writes):
             if b in self.present and self.last_read.get(b, at) == at:
                 self._drop(b)
 
     def _overlapping(self, start: int, end: int) -> list[int]:
-        """What stands in `start .. end - 1`; what is empty stands nowhere."""
+        """List the live buffers in `start .. end - 1`; empty ones take no memory."""
         found = []
-        at = bisect_left(self.standing, (end, -1, -1)) - 1
-        while start < end and at >= 0 and self.standing[at][1] > start:
-            found.append(self.standing[at][2])
+        at = bisect_left(self.live, (end, -1, -1)) - 1
+        while start < end and at >= 0 and self.live[at][1] > start:
+            found.append(self.live[at][2])
             at -= 1
         return found
 
     def _drop(self, buffer: int) -> None:
         self.present.discard(buffer)
         if self.schedule.buffers[buffer].n_bytes:
-            self.standing.pop(bisect_left(self.standing, self.extents[buffer]))
+            self.live.pop(bisect_left(self.live, self.extents[buffer]))

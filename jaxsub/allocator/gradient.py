@@ -1,13 +1,13 @@
 """The gradient of a program as an explicit graph, in execution order: the paper's Algorithm 2.
 
 A `Graph` and a mirror count for each node go in; a `Schedule` comes out: forward nodes, mirrored copies just before
-they are first needed, gradient nodes, and the arrays that flow between them. Where those lie is for `allocation`.
+they are first needed, gradient nodes, and the arrays that flow between them. `allocation` assigns memory to these.
 
-What a gradient node reads of its forward node decides how long that must live, so `LEAST_NEEDS` declares it in minimum
-manner (§3); `ELEMENTWISE` names the operations that may write over what they read.
+The values that a gradient node reads of its forward node must be live until then, so `LEAST_NEEDS` declares as few as
+possible (§3); `ELEMENTWISE` names the operations that may overwrite an input.
 
-The gradient is symbolic: what is read and made, not how. Weights' gradients are made like all others; a sum of
-cotangents is not an operation of its own but is added to by each gradient node that contributes.
+The gradient is symbolic: it says which values are read and made, not how. Cotangents are summed in place by the
+gradient nodes that contribute, not by operations of their own.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §3, §4.1 and Algorithm 2.
 """
@@ -33,7 +33,7 @@ _NEEDS: dict[Needs, str] = {
     " name optimization_barrier psum all_gather ppermute",
 }
 LEAST_NEEDS: Mapping[str, Needs] = {name: needs for needs, names in _NEEDS.items() for name in names.split()}
-"""What the gradient of a primitive must read of its node beside the cotangents, declared in minimum manner (§3)."""
+"""The values that the gradient of a primitive must read of its node beside the cotangents (§3)."""
 
 _ELEMENTWISE = (
     "exp exp2 tanh logistic sqrt rsqrt cbrt tan sin cos log log1p expm1 erf erfc erf_inv abs square integer_pow pow"
@@ -42,7 +42,7 @@ _ELEMENTWISE = (
     " not and or xor eq ne lt le gt ge is_finite nextafter conj"
 )
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-"""Primitives that may write over an input: element i of their output depends on no other element of their inputs."""
+"""Primitives that may overwrite an input: element i of their output depends on no other element of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Step:
     """One execution of an operation.
 
     Attributes:
-        role: `forward`, `mirror` for a node executed again, or `gradient`.
+        role: `forward`, `mirror` for a recomputed node, or `gradient`.
         node: The node of the graph.
         copy: 0, or k for the k-th mirrored copy.
         reads: The buffers it reads, each once.
         writes: The buffers it makes.
-        in_place: Pairs (read, written) that may lie in one place, if nothing reads the first afterwards.
+        in_place: Pairs (read, written) that may share memory, if nothing reads the first afterwards.
     """
 
     role: Role
@@ -93,9 +93,9 @@ class Schedule:
     Attributes:
         graph: The program it executes.
         steps: The operations, in the logical execution order (V' of Algorithm 2).
-        buffers: The arrays: what is given first, then what each step makes, in order.
-        n_given: How many buffers are given: the program's inputs and the cotangents of its outputs.
-        results: The buffers that must stand at the end: the program's outputs and its inputs' cotangents.
+        buffers: The arrays: arguments first, then those that each step makes, in order.
+        n_given: How many buffers are arguments: the program's inputs and the cotangents of its outputs.
+        results: The buffers that are live at the end: the program's outputs and its inputs' cotangents.
     """
 
     graph: Graph
@@ -105,7 +105,7 @@ class Schedule:
     results: tuple[int, ...]
 
     def label(self, buffer: int) -> str:
-        """A buffer in words, such as `cotangent of %3 float32[8]` or `h float32[8], recomputed`."""
+        """Describe a buffer, such as `cotangent of %3 float32[8]` or `h float32[8], recomputed`."""
         b = self.buffers[buffer]
         if b.is_cotangent:
             return f"cotangent of {self.graph.values[b.value]}"
@@ -130,22 +130,22 @@ def gradient_graph(
 ) -> Schedule:
     """Construct the memory-optimised gradient graph of a program: the paper's Algorithm 2.
 
-    A node with m(v) = 0 keeps its outputs. The others are executed again, up to m(v) times, the k-th copy on the k-th
-    copies of what it reads (or the last there are), and each copy only where a gradient asks for it. A gradient node
-    reads the cotangents of its outputs and what its primitive needs of the last copies. A value that is used several
-    times has its cotangent summed one contribution after another.
+    A node with m(v) = 0 saves its outputs. The others are recomputed up to m(v) times, the k-th copy from the k-th
+    copies of its inputs (or the last that exist), and each copy only where a gradient needs it. A gradient node reads
+    the cotangents of its outputs and what its primitive needs of the last copies. The cotangent of a value that is used
+    several times is summed one contribution after another.
 
     Args:
         graph: The program. Its differentiated outputs are given cotangents.
         mirror_counts: m(v) for each node, at least 0; all 0 when left out. A plan's are `Plan.mirror_counts_in(graph)`.
-        needs: What the gradient of each primitive reads of its node, such as `LEAST_NEEDS`; inputs and outputs where
-            it names none, which is the default for all.
+        needs: The values that the gradient of each primitive reads of its node, such as `LEAST_NEEDS`; inputs and
+            outputs for primitives that it does not name, which is the default for all.
 
     Returns:
         The schedule, in the logical execution order.
 
     Raises:
-        ValueError: If the counts are not one a node and at least 0, or ask to repeat what must happen once.
+        ValueError: If the counts are not one a node and at least 0, or repeat a node that must run once.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -184,7 +184,7 @@ def _checked_counts(graph: Graph, counts: Sequence[int]) -> Sequence[int]:
 
 
 class _Construction:
-    """Algorithm 2 at work; numbers are provisional until `schedule`, which drops copies that nothing asked for."""
+    """Run Algorithm 2; numbers are provisional until `schedule`, which drops unused copies."""
 
     def __init__(self, graph: Graph, needs: Mapping[str, Needs]) -> None:
         self.graph = graph
@@ -206,7 +206,7 @@ class _Construction:
         self.results = [self.latest[v] for v in dict.fromkeys(self.graph.outputs)]
 
     def run_backward(self) -> None:
-        """Append each gradient and those of its ancestors that are not there yet, in reverse topological order."""
+        """Append each gradient node, with its ancestors that are still missing, in reverse topological order."""
         for v in dict.fromkeys(self.graph.outputs):
             if self.graph.values[v].is_differentiated:
                 self.cotangent[v] = self._buffer(v, is_cotangent=True)
@@ -216,7 +216,7 @@ class _Construction:
         self.results += [self.cotangent[v] for v in self.graph.inputs if v in self.cotangent]
 
     def execute(self, node: Node, copy: int) -> int:
-        """Create the `copy`-th execution of a node on the latest copies of what it reads; a[v] <- the new node."""
+        """Create the `copy`-th execution of a node on the latest copies of its inputs; a[v] <- the new node."""
         reads = tuple(dict.fromkeys(self.latest[v] for v in node.inputs))
         writes = tuple(self._buffer(v, copy) for v in node.outputs)
         self.latest.update(zip(node.outputs, writes, strict=True))
@@ -240,7 +240,7 @@ class _Construction:
         self._append(self._create(Step("gradient", node.index, 0, reads, tuple(made), pairs)))
 
     def _needed(self, node: Node) -> Iterator[int]:
-        """The values of a node that its gradient reads."""
+        """Yield the values of a node that its gradient reads."""
         needs = self.needs.get(node.primitive, "both")
         if needs in ("both", "inputs"):
             yield from node.inputs
@@ -279,7 +279,7 @@ class _Construction:
         self.order += sorted(found)
 
     def schedule(self) -> Schedule:
-        """Number what is used: what is given first, then what each step makes."""
+        """Number the buffers that are used: arguments first, then those that each step makes."""
         used = [*self.given, *(w for p in self.order for w in self.created[p].writes)]
         number = {buffer: i for i, buffer in enumerate(used)}
 

@@ -1,14 +1,14 @@
-"""Where to cut a graph into stages, and which stages are alike.
+"""Cut a graph into stages, and find stages that are equal.
 
-A cut is worth having where few bytes cross. Between every two consecutive costly nodes there is one candidate, the
-earliest position with the least live bytes (a stage that ends in its costly node never runs it again); it is kept if
-no candidate within a window of `window` costly nodes on either side has less. That finds ResNet blocks, LSTM cells,
-MLP layers and the halves of transformer blocks without being told of them. Weights do not count: they stand in memory
-whatever is planned. Behind the last node that a gradient flows through, such as the loss, nothing is cut: what only
-reports on it has no backward pass.
+A cut is good where few bytes cross. Between every two consecutive costly nodes there is one candidate, the earliest
+position with the least live bytes (a stage that ends in its costly node never recomputes it); it is kept if no
+candidate within `window` costly nodes on either side has fewer. That finds ResNet blocks, LSTM cells, MLP layers and
+the halves of transformer blocks. Weights do not count: they are live under every plan. Behind the last node that a
+gradient flows through, such as the loss, there are no cuts, since metrics have no backward pass.
 
 Neighbours of least weight are merged until at most `max_stages` are left. Two runs of nodes are of one kind when they
-are the same equations, wired alike, with the same values going out: they share every price and one emitted function.
+are the same equations, connected alike, with the same values going out: they share every price and one emitted
+function.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FUSED = frozenset(
     "convert_element_type add add_any sub mul div neg max min exp log log1p abs sign square integer_pow pow sqrt rsqrt "
     "tanh logistic select_n eq ne lt le gt ge and or not broadcast_in_dim reshape transpose squeeze".split()
 )
-"""What maps or moves elements, and is fused into what reads it."""
+"""Primitives that map or move elements; XLA fuses them into their consumers."""
 
 PLACED = ("random_fold_in", "random_seed", "slice")
-"""What these take beside keys is data, whatever its value, or a place in an array: in it alone do layers differ that
-draw their own dropout, or read their own part of stacked weights."""
+"""Primitives whose parameters and constants a kind ignores: equal layers differ in them alone where each draws its own
+dropout or reads its own part of stacked weights."""
 
 
 def find_cuts(
@@ -69,12 +69,11 @@ def find_cuts(
 
 
 def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
-    """Of positions to cut at those that do not make a compiler write down more than it would anyway.
+    """Drop the positions where a cut would make XLA materialise more than it would without.
 
-    What maps elements is fused into what reads it. Where such a value crosses a cut it is written down, and what it is
-    made of is not needed behind the cut: a pity only where that is smaller. So the f32 copy of bf16 logits, or their
-    exponentials beside them, stand nowhere unless a cut lies between the product that makes logits and the sums over
-    them.
+    XLA fuses an elementwise value into its consumers. Where such a value crosses a cut it is materialised instead of
+    its operands, which is worse if the operands are smaller. The f32 copy of bf16 logits, or their exponentials, are
+    materialised only if a cut is between the product that makes the logits and the sums over them.
 
     Args:
         graph: The program.
@@ -103,14 +102,14 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
         fused = [v for v in fresh if _is_fused(graph, v)]
         if _made_of(graph, fused, (crossing, skip)) >= sum(graph.values[v].n_bytes for v in fused):
             kept.append(position)
-            fresh.clear()  # what crosses a cut is written down there, and once
+            fresh.clear()  # a value that crosses a cut is materialised there, once
     return kept
 
 
 def _made_of(graph: Graph, fused: Sequence[int], free: Sequence[Collection[int]]) -> int:
-    """Bytes of what fused values are made of, through others that are fused, but for what stands anyway.
+    """Sum the bytes of the materialised operands of fused values, `free` ones left out.
 
-    It is counted no further than the fused values' own bytes.
+    The sum stops at the fused values' own bytes.
     """
     most = sum(graph.values[v].n_bytes for v in fused)
     found, seen, stack = 0, set(fused), list(fused)
@@ -133,16 +132,16 @@ def _is_fused(graph: Graph, v: int) -> bool:
 
 
 def widening_head(graph: Graph) -> int | None:
-    """The node behind the last costly one, where that makes more than crosses any cut, as logits of many words do.
+    """Find the node behind the last costly one, where that makes more bytes than cross any cut, as large logits do.
 
-    More bytes cross a cut there than any other, so it is none of `find_cuts`. But one stage that makes such values,
-    reduces them to a loss and runs back through both holds them several times over.
+    `find_cuts` has no cut there, since more bytes cross it than any other. But in one stage that makes such values,
+    reduces them to a loss and runs back through both, several copies of them are live at once.
 
     Args:
         graph: The program.
 
     Returns:
-        The node in front of which such a head may be cut, or `None`.
+        The node in front of which to cut such a head, or `None`.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -159,14 +158,14 @@ def widening_head(graph: Graph) -> int | None:
 
 
 def shares_most_weights(graph: Graph) -> bool:
-    """Whether most bytes of the weights are read by many equations, as in an unrolled recurrent network."""
+    """Tell whether many equations read most bytes of the weights, as in an unrolled recurrent network."""
     weights = [graph.values[v] for v in graph.inputs if graph.values[v].is_differentiated]
     shared = sum(v.n_bytes for v in weights if len(v.consumers) > 2)
     return 2 * shared > sum(v.n_bytes for v in weights)
 
 
 def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
-    """Stages at which blocks start, the number of stages last; none where each block is one stage.
+    """List the stages at which blocks start, the number of stages last; none where each block is one stage.
 
     Args:
         graph: The program.
@@ -178,12 +177,12 @@ def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
 
 
 def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of stages that may stand as one region, the last stage left out: single ones, and several stages or blocks.
+    """List the runs of stages that may be one region: single stages, several stages, several blocks; never the last.
 
     Args:
         cuts: The first node of each stage, and the number of nodes last.
         ends: The stages at which blocks start.
-        sizes: How many stages, or blocks, those of several have.
+        sizes: How many stages, or blocks, the regions of several have.
     """
     n = len(cuts) - 1
     sizes = range(2, n) if sizes and n <= TUNING.few_stages else sizes
@@ -195,10 +194,9 @@ def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def live_bytes(graph: Graph) -> np.ndarray:
-    """Bytes that cross each position: made before node `p`, read at or after it; weights and outputs left out.
+    """Sum the bytes that cross each position `p`: made before node `p`, read at or after it; no weights, no outputs.
 
-    Data that comes in counts while it is still to be read: a first block that reads it must not look thinner than
-    others.
+    Input data counts until its last use: otherwise fewer bytes would seem to cross in the first block than in others.
     """
     curve = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
     skip = graph.weights() | graph.output_set()
@@ -212,7 +210,7 @@ def live_bytes(graph: Graph) -> np.ndarray:
 
 
 def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
-    """What crosses the cuts, values that are made and last used in the same stages taken together."""
+    """Find the values that cross cuts; those made and last used in the same stages are one crossing."""
     n = len(cuts) - 1
     stage_of = np.searchsorted(cuts, np.arange(len(graph.nodes) + 1), side="right") - 1
     outputs = graph.output_set()
@@ -234,10 +232,10 @@ def find_crossings(graph: Graph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
 
 
 def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) -> str:
-    """The key under which a run of nodes is priced: what it computes, whatever its place, and how gradients flow.
+    """Make the key of a run's prices: its computation, wherever it is in the program, and how gradients flow.
 
-    Values made inside are numbered from the first; what comes in is numbered in order of first use. The key is a
-    digest, as stable as the signatures: it is looked up for every run, and compared between processes.
+    Values made inside are numbered from the first, inputs in order of first use. The key is a digest, as stable as the
+    signatures: it is looked up for every run, and compared between processes.
     """
     made, last_use = graph.made_by(start, stop), graph.last_uses()
     weights, outputs = graph.weights(), graph.output_set()
@@ -255,7 +253,7 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
 
 
 def _of_types(graph: Graph, node: Node) -> bytes:
-    """What a node is but for the numbers among its inputs."""
+    """Describe a node without the constants among its inputs."""
     values = (graph.values[v] for v in (*node.inputs, *node.outputs))
     return repr((node.primitive, [(v.shape, str(v.dtype)) for v in values])).encode()
 

@@ -1,4 +1,4 @@
-"""Which equations hold programs that are worth planning: loops of known length, and conditionals with deep branches."""
+"""Find equations whose inner programs are worth planning: loops of known length, conditionals with deep branches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.trace import Program, aval_bytes
 
 LEAST_SHARE = 0.01
-"""Equations that make less than this share of all bytes a program makes run as they are."""
+"""Equations that make less than this share of all bytes that a program makes are not planned."""
 
 
 def find_loops(program: Program) -> tuple[int, ...]:
-    """The scans worth planning: differentiated, without effects, of several steps, and not small.
+    """Find the scans worth planning: differentiated, without effects, of several steps, and not small.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -27,7 +27,7 @@ def find_loops(program: Program) -> tuple[int, ...]:
 
 
 def find_conditionals(program: Program) -> tuple[int, ...]:
-    """The conditionals worth planning: differentiated, without effects, not small, and a branch of several stages.
+    """Find the conditionals worth planning: differentiated, without effects, not small, a branch of several stages.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -50,7 +50,7 @@ def find_conditionals(program: Program) -> tuple[int, ...]:
 
 
 def find_nested(program: Program) -> tuple[int, ...]:
-    """Loops and conditionals worth planning, in order."""
+    """Find loops and conditionals worth planning, in order."""
     return tuple(sorted((*find_loops(program), *find_conditionals(program))))
 
 
@@ -68,7 +68,7 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
 
 
 def _made_bytes(eqn: Any) -> int:
-    """Bytes an equation makes, those of a loop's body in every step, those of the largest branch."""
+    """Sum the bytes that an equation makes: of a loop in all steps, of a conditional in its largest branch."""
     own: int = sum(aval_bytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
     if eqn.primitive.name == "scan":
         return own + int(eqn.params["length"]) * sum(map(_made_bytes, eqn.params["jaxpr"].eqns))
@@ -78,7 +78,7 @@ def _made_bytes(eqn: Any) -> int:
 
 
 def _is_deep(branch: Any) -> bool:
-    """Whether a branch has enough arithmetic to be cut into stages, or a loop."""
+    """Tell whether a branch has a loop, or enough costly equations to be cut into stages."""
     eqns = list(_everywhere(branch))
     return sum(map(is_costly, eqns)) >= TUNING.few_costly or any(e.primitive.name == "scan" for e in eqns)
 

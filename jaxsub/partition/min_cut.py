@@ -1,14 +1,14 @@
-"""What a run of nodes may save: the min-cut over its own vector-Jacobian product, with recomputation priced.
+"""Find what a run of nodes may save: a minimum cut over its vector-Jacobian product, with recomputation priced.
 
-`jax.vjp` of the run is traced once, every value it makes marked on the way. In the forward jaxpr that comes out, the
-residuals are what the backward pass reads. For a price λ of one FLOP in bytes we minimise
+`jax.vjp` of the run is traced once, with every value that it makes marked. In the forward jaxpr, the residuals are what
+the backward pass reads. For a price λ of one FLOP in bytes we minimise
 
-    sum of bytes of what is saved  +  λ · sum of FLOPs of what is recomputed
+    sum of bytes of saved values  +  λ · sum of FLOPs of recomputed equations
 
 subject to: residuals are available; a recomputed equation's inputs are available; a value is available if it is an
-input, is saved, or its equation is recomputed. That is a minimum cut, exact, found by one maximum flow for each λ. Only
-marked values can be saved (a derivative rule that reads an unmarked one, as tanh's does, cannot be served by
-a name). What the run returns costs no bytes to save: it stands anyway.
+input, is saved, or its equation is recomputed. That is a minimum cut, found exactly by one maximum flow for each λ.
+Only marked values can be saved: an unmarked value inside a derivative rule, as of tanh, has no name. Values that the
+run returns cost no bytes to save, since they are live anyway.
 
 Sources: He & Yu, *Transcending runtime-memory tradeoffs in checkpointing by being fusion aware* (MLSys 2023), for the
 cut; the priced recomputation is the Lagrangian of Checkmate's problem (Jain et al., MLSys 2020) on one backward pass.
@@ -40,17 +40,17 @@ _MARK = re.compile(MARK + r"(\d+)")
 INFINITE = 2**30
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
 MOST_VALUES = 10
-"""Up to so many values every subset is looked at."""
+"""Up to so many values, every subset is priced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One Pareto-optimal way to split a run's residuals into saved and recomputed.
+    """One Pareto-optimal split of a run's residuals into saved and recomputed.
 
     Attributes:
-        saved: Offsets of saved values from the first value the run makes.
-        saved_bytes: Their bytes, those the run returns left out.
-        recompute_flops: Weighted FLOPs of the equations executed again.
+        saved: Offsets of saved values from the first value that the run makes.
+        saved_bytes: Their bytes, without values that the run returns.
+        recompute_flops: Weighted FLOPs of the recomputed equations.
     """
 
     saved: tuple[int, ...]
@@ -60,14 +60,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFunction:
-    """A run of nodes as a function of what it reads.
+    """A run of nodes as a function of the values that it reads.
 
     Attributes:
         call: `call(*inputs) -> (differentiated outputs, other outputs)`.
         reads: The values it reads, in order.
         differentiated: Positions in `reads` that a gradient flows to.
         returns: The values of the differentiated outputs.
-        joined: Positions in `reads` of weights that equations after the run read too: their gradients join a sum.
+        joined: Positions in `reads` of weights that later equations read too: their gradients are added to a sum.
     """
 
     call: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
@@ -86,7 +86,7 @@ def run_function(
         program: The program.
         start: The run's first node.
         stop: The node after its last.
-        tag: Applied to values the run makes, with their offset: a mark or a name.
+        tag: Applied to values that the run makes, with their offset: a mark or a name.
         saved: Offsets of the values to tag; all when empty.
     """
     graph = program.graph
@@ -118,7 +118,7 @@ def run_function(
 
 
 def vjp_of(function: RunFunction, call: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
-    """The outputs and the pullback of a run with respect to what is differentiated in it."""
+    """Return the outputs and the pullback of a run with respect to its differentiated inputs."""
 
     def of_differentiated(*active: Any) -> Any:
         merged = list(inputs)
@@ -136,14 +136,14 @@ class TracedRun:
 
     Attributes:
         function: The run.
-        forward: Equations of its forward pass, marked; those that neither residuals nor results need are dropped.
+        forward: Equations of its forward pass, marked, without dead code.
         inputs: Input variables of `forward`, one for each value in `function.reads`.
-        residuals: What the backward pass reads: atoms of `forward`.
+        residuals: Atoms of `forward` that the backward pass reads.
         backward: Equations of its backward pass.
         backward_inputs: Its input variables: the residuals, then the cotangents of the outputs.
         backward_outputs: Its outputs: cotangents of the differentiated inputs.
-        free: Offsets of values that the run returns: they stand anyway.
-        weights: For each value in `function.reads` whether it is an input of the program.
+        free: Offsets of values that the run returns: they are live anyway.
+        weights: For each value in `function.reads`, whether it is an input of the program.
         returned: Atoms of `forward` that the run returns.
     """
 
@@ -160,17 +160,17 @@ class TracedRun:
 
     @property
     def cotangents(self) -> tuple[Any, ...]:
-        """Those of `backward_inputs` that are no residuals."""
+        """The part of `backward_inputs` that is cotangents."""
         return self.backward_inputs[len(self.residuals) :]
 
     @property
     def aliases(self) -> dict[Any, Any]:
-        """For each other one the variable of `forward` that it is."""
+        """For each residual among `backward_inputs`, its variable in `forward`."""
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
 
 
 def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
-    """Trace a run of nodes and its backward pass, values it makes marked: those at some offsets, or all when empty."""
+    """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty."""
     function = run_function(program, start, stop, tag=mark, saved=marked)
     trees: list[Any] = []
 
@@ -197,10 +197,10 @@ def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = (
 def worth_marking(
     graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
 ) -> tuple[int, ...]:
-    """Offsets of the values of several stages that one of them saves or returns; of a single stage none are named.
+    """List the offsets of values that one of several stages saves or returns; none for a single stage.
 
-    To trace a gradient takes as long again with every value marked, and what no stage by itself would save, several
-    together hardly would.
+    Marking every value doubles the time to trace a gradient, and several stages together rarely save a value that no
+    stage saves alone.
 
     Args:
         graph: The program.
@@ -220,16 +220,16 @@ def worth_marking(
 
 
 def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what a run reads."""
+    """List shapes and dtypes of the values that a run reads."""
     return [compat.shape_of(v.aval) for v in _variables(program, function.reads)]
 
 
 def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...]:
-    """Find what a run of nodes may save.
+    """Find the choices of saved values of a run.
 
     Args:
         traced: The run.
-        least_gain: A choice must save at least this share of the run's FLOPs over the one before it.
+        least_gain: A choice must recompute less than the one before it by at least this share of the run's FLOPs.
 
     Returns:
         Pareto-optimal choices, the one that saves nothing first.
@@ -239,12 +239,12 @@ def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...
 
 
 def choice_of(traced: TracedRun, saved: Iterable[int]) -> Choice:
-    """The choice of saving these values, by their offsets, as far as the backward pass reads them."""
+    """Price the choice of saving these values, by their offsets, as far as the backward pass reads them."""
     return _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free).choice(frozenset(saved))
 
 
 def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
-    """Find more of what a small run may save: every subset of what `choices` save, if that is few values."""
+    """Find more choices of a small run: every subset of the values that `choices` save, if they are few."""
     cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
     values = sorted({offset for choice in found for offset in choice.saved})
     if not 1 < len(values) <= MOST_VALUES:
@@ -254,7 +254,7 @@ def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.0
 
 
 def mark(x: Any, offset: int) -> Any:
-    """Mark a value so that it is found again in a jaxpr: a barrier in a named scope, the same in every JAX version."""
+    """Mark a value so that a jaxpr shows it: a barrier in a named scope, the same in every JAX version."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, np.complexfloating):
         return x  # JAX cannot save these by name
     with jax.named_scope(f"{MARK}{offset}"):
@@ -327,7 +327,7 @@ class _Cut:
                    made, read, _bits(wanted))  # fmt: skip
 
     def solve(self, price: float) -> Choice:
-        """The cheapest choice when a FLOP costs `price` bytes."""
+        """Find the cheapest choice when a FLOP costs `price` bytes."""
         from scipy.sparse import csgraph, csr_array  # noqa: PLC0415 - as long to import as all of jaxsub
 
         n_eqns = len(self.flops)
@@ -345,33 +345,34 @@ class _Cut:
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
         reached = set(csgraph.breadth_first_order(residual, 0, return_predecessors=False).tolist())
-        again = [e for e in range(n_eqns) if 2 + e in reached]
+        recomputed = [e for e in range(n_eqns) if 2 + e in reached]
         saved = [v for v, e in self.producers.items() if v in reached and e not in reached]
         return Choice(
             tuple(sorted({self.names[v] for v in saved})),
             sum(self.bytes[v] for v in saved),
-            float(self.flops[again].sum()),
+            float(self.flops[recomputed].sum()),
         )
 
     def choice(self, saved: frozenset[int]) -> Choice:
-        """The choice of saving these values, as far as they are read."""
+        """Price the choice of saving these values, as far as they are read."""
         bound = [v for v, offset in self.names.items() if offset in saved]
-        wanted, unbound, again = self.wanted, ~_bits(bound), 0.0
+        wanted, unbound, recompute_flops = self.wanted, ~_bits(bound), 0.0
         for made, read, flops in zip(reversed(self.made), reversed(self.read), self.flops[::-1].tolist(), strict=True):
             if made & wanted & unbound:
-                again += flops
+                recompute_flops += flops
                 wanted |= read
         found = [v for v in bound if wanted >> v & 1]
-        return Choice(tuple(sorted({self.names[v] for v in found})), sum(map(self.bytes.__getitem__, found)), again)
+        names, n_bytes = sorted({self.names[v] for v in found}), sum(map(self.bytes.__getitem__, found))
+        return Choice(tuple(names), n_bytes, recompute_flops)
 
 
 def _bits(vertices: Iterable[int]) -> int:
-    """A set of vertices as the bits of a number: of thousands of choices each asks every equation what is wanted."""
+    """Encode a set of vertices as the bits of an integer, which makes pricing thousands of choices fast."""
     return sum(1 << v for v in set(vertices))
 
 
 def mark_of(eqn: Any) -> int | None:
-    """The offset of the value that an equation marks, or `None`."""
+    """Return the offset of the value that an equation marks, or `None`."""
     if eqn.primitive.name != "optimization_barrier":
         return None
     found = _MARK.search(str(eqn.source_info.name_stack))
@@ -379,7 +380,7 @@ def mark_of(eqn: Any) -> int | None:
 
 
 def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
-    """Keep of the lower convex hull what gains enough over the choice before it."""
+    """Keep the choices of the lower convex hull that gain enough over the choice before them."""
     total = float(cut.flops.sum())
     if not cut.names or total == 0:
         return (cut.choice(frozenset()),)
@@ -387,7 +388,7 @@ def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
 
 
 def _thinned(cut: _Cut, found: Iterable[Choice], least_gain: float) -> tuple[Choice, ...]:
-    """The choices that gain enough over the ones before them, the one that saves nothing first."""
+    """Keep the choices that gain enough over the ones before them, the one that saves nothing first."""
     kept, least_gain = [cut.choice(frozenset())], max(least_gain * float(cut.flops.sum()), 1e-9)
     for choice in sorted(found, key=lambda c: (c.saved_bytes, c.recompute_flops, c.saved)):
         if kept[-1].recompute_flops - choice.recompute_flops >= least_gain:
@@ -398,9 +399,9 @@ def _thinned(cut: _Cut, found: Iterable[Choice], least_gain: float) -> tuple[Cho
 
 
 def _hull(cut: _Cut, least_gain: float) -> set[Choice]:
-    """The corners of the lower convex hull of bytes and FLOPs, each found by the price of the line between two others.
+    """Find the corners of the lower convex hull of bytes and FLOPs, each from the slope between two others.
 
-    Corners closer than `least_gain` FLOPs are not told apart, so that a few minimum cuts are enough.
+    Corners closer than `least_gain` FLOPs are merged, so that a few minimum cuts are enough.
     """
     ratio = max(sum(cut.bytes.values()), 1) / float(cut.flops.sum())
     first, last = cut.solve(ratio * LEAST_PRICE), cut.solve(ratio * MOST_PRICE)
@@ -411,7 +412,7 @@ def _hull(cut: _Cut, least_gain: float) -> set[Choice]:
         if gain < least_gain or n_bytes <= 0:
             continue
         corner = cut.solve(n_bytes / gain)
-        if corner not in found:  # else no choice lies below the line
+        if corner not in found:  # otherwise no choice is below the line
             found.add(corner)
             lines += [(low, corner), (corner, high)]
     return found
