@@ -1,1 +1,1 @@
-"""The device to compile for, present or absent, and what its compiler allocates."""
+"""Devices to compile for, present or absent, and the memory that their compilers allocate."""

@@ -1,9 +1,9 @@
-"""The process that compiles for GPUs that are not there: a script that `jaxsub.devices.aot` starts.
+"""Compile for absent GPUs in a process of its own: the script that `jaxsub.devices.aot` starts.
 
-JAX gives out such a device only where its platform was set to the CPU before its backends started. A user's process
-may have started them already, so the work is done here. Each request on stdin is a line of JSON, then a program as
-`jax.export` serialises it; each answer on stdout is a line of JSON. It ends with its stdin, or, in the middle of a
-compile too, with the process that it works for.
+JAX provides compile-only devices only where its platform was set to the CPU before its backends started, and a user's
+process may have started them already. Each request on stdin is a line of JSON, then a program as `jax.export`
+serialises it; each answer on stdout is a line of JSON. The process ends with its stdin or, even during a compile, with
+its parent.
 """
 
 import functools
@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-if __name__ == "__main__":  # before JAX is found and can print anything
+if __name__ == "__main__":  # before JAX is imported and can print anything
     ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     FOUND = json.loads(sys.stdin.buffer.readline())
@@ -33,20 +33,20 @@ FIELDS = tuple(f"{what}_size_in_bytes" for what in ("temp", "argument", "output"
 
 @functools.cache
 def devices_of(spec: str, n_devices: int) -> list[Any]:
-    """Compile-only devices of one host."""
+    """Make the compile-only devices of one host."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=spec, topology=f"1x1x{n_devices}")
     return list(topology.devices)
 
 
 def mesh_over(devices: list[Any], mesh: dict[str, Any]) -> Mesh:
-    """A mesh over such devices, from its words."""
+    """Make a mesh over such devices from its description."""
     types = tuple(getattr(AxisType, name) for name in mesh["types"])
     grid = np.array(devices[: math.prod(mesh["sizes"])]).reshape(mesh["sizes"])
     return Mesh(grid, tuple(mesh["names"]), axis_types=types)
 
 
 def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[str, Any] | None) -> list[Any]:
-    """Where each argument lies: on the one device, or as it was exported over the mesh."""
+    """List the sharding of each argument: the one device, or as exported over the mesh."""
     if mesh is None:
         return [SingleDeviceSharding(devices[0])] * len(exported.in_avals)
     made = mesh_over(devices, mesh)
@@ -57,17 +57,17 @@ def shardings_of(exported: jax.export.Exported, devices: list[Any], mesh: dict[s
 def compile_lowered(
     lowered: Any, options: dict[str, Any] | None = None, *, writes_products: bool = True
 ) -> tuple[Any, bool]:
-    """Compile; where XLA would write a product's kernel itself and finds no tiles for it, leave products to cuBLAS.
+    """Compile; where XLA finds no tiles for a matrix product's kernel of its own, use cuBLAS for all products.
 
-    With a GPU at hand XLA tries such kernels and passes over those that do not work; without one it takes the first.
+    With a GPU XLA tries such kernels and skips those that fail; without one it takes the first.
 
     Args:
-        lowered: What to compile.
+        lowered: The lowered program.
         options: XLA's options.
-        writes_products: Whether XLA may write kernels of products at all.
+        writes_products: Whether XLA may generate kernels of products at all.
 
     Returns:
-        The compiled program, and whether its products were left to cuBLAS.
+        The compiled program, and whether cuBLAS runs its products.
     """
     options = options or {}
     try:
@@ -80,7 +80,7 @@ def compile_lowered(
 
 
 def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
-    """Compile a serialised program and account for its memory, in bytes per device."""
+    """Compile a serialised program and return its memory analysis, in bytes per device."""
     exported = jax.export.deserialize(bytearray(program))
     shardings = shardings_of(exported, devices_of(request["spec"], request["n_devices"]), request["mesh"])
     args = [
@@ -92,13 +92,13 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def account(compiled: Any, leaves_products: bool) -> dict[str, Any]:
-    """What a compiled program allocates, in bytes per device, and whether its products were left to cuBLAS."""
+    """Read the memory analysis of a compiled program, in bytes per device, and whether cuBLAS runs its products."""
     memory = compiled.memory_analysis()
     return {name: int(getattr(memory, name)) for name in FIELDS} | {"leaves_products": leaves_products}
 
 
 def end_with(process: int) -> None:
-    """End this process soon after its parent has: nobody waits for what it compiles, which may take long."""
+    """End this process soon after its parent has: a compile may take long, and nobody would read its answer."""
     while os.getppid() == process:
         time.sleep(1)
     os._exit(1)
@@ -108,13 +108,13 @@ def main() -> None:
     """Answer a parent's requests until there are no more."""
     threading.Thread(target=end_with, args=[FOUND["parent"]], daemon=True).start()
     jax.config.update("jax_enable_x64", True)  # dtypes come with the program; none may be narrowed here
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot load programs for devices that are not there
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot load programs for absent devices
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         program = sys.stdin.buffer.read(request["n_bytes"])
         try:
             answer = compile_program(program, request)
-        except Exception as error:  # noqa: BLE001 (the border of a process: whatever it is, the other side raises it)
+        except Exception as error:  # noqa: BLE001 (a process boundary: the parent raises any error)
             answer = {"error": f"{type(error).__name__}: {error}"}
         ANSWERS.write(json.dumps(answer) + "\n")
         ANSWERS.flush()

@@ -1,7 +1,7 @@
-"""Compile a function for a target and read what the compiler will allocate.
+"""Compile a function for a target and measure the memory that the compiler allocates.
 
-In goes a function with its arguments, arrays or `jax.ShapeDtypeStruct`s; out comes a `Measurement`. Nothing is ever
-run. This is also safe inside a user's own trace: the function is traced anew on shapes alone.
+A function with its arguments, arrays or `jax.ShapeDtypeStruct`s, goes in; a `Measurement` comes out. Nothing is run.
+This is safe inside a user's own trace, since the function is traced on shapes alone.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.jaxpr.compat import cpu_measuring_options
 
 LONG_SECONDS = 10.0
-"""A compile that takes longer than this is announced, and the memory that it used is given back."""
+"""A compile that takes longer is announced, and its freed memory is returned to the system."""
 
 
 class Compiled(Protocol):
-    """What is asked of a compiled program; `jax.stages.Compiled` is one."""
+    """A compiled program; `jax.stages.Compiled` is one."""
 
     def memory_analysis(self) -> Any:
-        """The compiler's account of memory, or `None`."""
+        """Return the compiler's memory analysis, or `None`."""
 
     def cost_analysis(self) -> Any:
-        """The compiler's account of work, or `None`."""
+        """Return the compiler's cost analysis, or `None`."""
 
 
 def compile_for(
     fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
 ) -> Compiled:
-    """Compile a function for a target, to ask what it allocates: on the CPU its code is not optimised for running.
+    """Compile a function for a target to measure its memory: on the CPU its code is not optimised for running.
 
     Args:
-        fun: The function. One that is under `jax.jit` already is taken as it is, with its shardings and donations.
+        fun: The function. One under `jax.jit` keeps its shardings and donations.
         args: Its arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
-        target: What to compile for; `None` for the device in use.
+        target: The target; `None` for the device in use.
         donate_argnums: Arguments whose memory the outputs may reuse.
 
     Returns:
-        The compiled program; for a device that is not there only its account of memory.
+        The compiled program; for an absent device only its memory analysis.
 
     Raises:
-        UnsupportedError: If the target is not there and the program cannot be compiled for it, or the packages that do
-            so are not installed.
+        UnsupportedError: If the target is absent and the program cannot be compiled for it, or the packages that do so
+            are not installed.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -72,25 +72,25 @@ def compile_for(
 
 
 def measurement(compiled: Compiled, target: Target, seconds: float) -> Measurement:
-    """Read what the compiler allocates for a compiled program.
+    """Read the memory that the compiler allocates for a compiled program.
 
     Args:
         compiled: The program.
-        target: What it was compiled for.
+        target: The target that it was compiled for.
         seconds: How long that took.
 
     Raises:
-        UnsupportedError: If the target's compiler does not say what it allocates.
+        UnsupportedError: If the target's compiler reports no memory analysis.
     """
     memory = compiled.memory_analysis()
     if memory is None or not hasattr(memory, "temp_size_in_bytes"):
         raise UnsupportedError(
             f"The compiler for `{target.name}` ({target.platform}) does not report what it allocates, so no budget can "
-            'be verified there. Pass verify=False to trust the prediction, or target="cpu" to measure on the CPU.'
+            'be verified there. Pass verify=False to use the prediction, or target="cpu" to measure on the CPU.'
         )
     costs: Any = compiled.cost_analysis()
     costs = costs[0] if isinstance(costs, list) and costs else costs
-    flops = float(costs.get("flops", -1.0)) if costs else -1.0  # below zero for what XLA cannot count
+    flops = float(costs.get("flops", -1.0)) if costs else -1.0  # below zero where XLA cannot count
     return Measurement(
         temp_bytes=int(memory.temp_size_in_bytes),
         argument_bytes=int(memory.argument_size_in_bytes),
@@ -106,10 +106,10 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
 def measure_compiled(
     fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
 ) -> Measurement:
-    """Compile a function for a target and read what the compiler allocates; arguments as in `compile_for`.
+    """Compile a function for a target and measure the memory it needs; arguments as in `compile_for`.
 
     Raises:
-        UnsupportedError: If the target's compiler does not say what it allocates.
+        UnsupportedError: If the target's compiler reports no memory analysis.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -126,13 +126,13 @@ def measure_compiled(
 
 
 def return_freed_memory() -> None:
-    """Give the system back what was freed: glibc keeps it for the threads that had it, and other threads take anew."""
+    """Return freed memory to the system: glibc keeps it for the threads that freed it, and others allocate more."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _place(leaf: Any, target: Target) -> Any:
-    """Take an argument off another device; what is spread over several devices stays so."""
+    """Drop another device from an argument; one that is sharded over several devices stays so."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh) and sharding.mesh.size > 1:
         where = NamedSharding(_mesh_here(sharding.mesh, target), sharding.spec, memory_kind=sharding.memory_kind)
@@ -143,12 +143,12 @@ def _place(leaf: Any, target: Target) -> Any:
 
 
 def _mesh_here(mesh: AbstractMesh, target: Target) -> Mesh:
-    """A mesh of devices that are there: the one that is set, or the first of the target's platform."""
+    """Make a mesh of the first present devices of the target's platform."""
     assert target.device is not None
-    there = jax.devices(target.device.platform)
-    if len(there) < mesh.size:
+    devices = jax.devices(target.device.platform)
+    if len(devices) < mesh.size:
         raise UnsupportedError(
-            f"The arguments are spread over {mesh.size} devices, and here are {len(there)} of `{target.name}`. Pass a "
-            f'target that has as many, such as target="h100:{mesh.size}".'
+            f"The arguments are sharded over {mesh.size} devices, and {len(devices)} of `{target.name}` are present. "
+            f'Pass a target that has as many, such as target="h100:{mesh.size}".'
         )
-    return Mesh(np.array(there[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(np.array(devices[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)

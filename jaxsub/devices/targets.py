@@ -1,11 +1,11 @@
 """Devices one can compile for, present or not, and their public figures.
 
-A `Target` is plain data: a name, the platform, what the maker publishes of memory, bandwidth and arithmetic, and,
-for a GPU that is not there, the text by which XLA knows it. `get_target` finds one by name (`"h200"`, `"h100:8"`,
-`"cpu"`), by a path to such a text, from a `jax.Device`, or takes the device that is in use now.
+A `Target` is plain data: a name, the platform, the published memory, bandwidth and arithmetic rates, and, for an absent
+GPU, XLA's text description of it. `get_target` finds one by name (`"h200"`, `"h100:8"`, `"cpu"`), by a path to such a
+description, from a `jax.Device`, or for the device in use.
 
-The figures are peaks from datasheets, without sparsity: what a roofline needs, not what a program will reach. Those of
-a CPU are nominal. Nothing here compiles; `jaxsub.devices.compile` does.
+The figures are peaks from datasheets, without sparsity, as a roofline needs; programs do not reach them. Those of a CPU
+are nominal. Nothing here compiles; `jaxsub.devices.compile` does.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -44,21 +44,21 @@ class Target:
     Attributes:
         name: Its name, such as `h200`.
         platform: `cpu`, `cuda`, or what JAX calls its platform.
-        memory_bytes: Memory of one device; of a GPU that is there, what JAX may allocate of it.
+        memory_bytes: Memory of one device; of a present GPU, the part that JAX may allocate.
         bytes_per_second: Bandwidth of that memory.
         flops_per_second: FLOPs per second outside tensor cores, by dtype name.
         tensor_flops_per_second: FLOPs per second of matrix products on tensor cores, by dtype name (`tfloat32` for
             f32 at XLA's default precision); empty where there are none.
         pcie_bytes_per_second: Bandwidth between one device and the host, in one direction.
-        n_devices: How many devices a program is spread over.
-        n_cores: Streaming multiprocessors of one device; 0 of what is no GPU.
+        n_devices: How many devices a program is sharded over.
+        n_cores: Streaming multiprocessors of one device; 0 of other devices.
         capability: Its compute capability.
-        spec: XLA's description of a GPU that is not there, as a text proto; `None` for a device that is there.
-        device: The device, if it is there.
+        spec: XLA's description of an absent GPU, as a text proto; `None` for a present device.
+        device: The device, if it is present.
         origin: Where the figures come from: `datasheet`, `spec` (computed from it) or `nominal` (a guess: of a CPU,
-            or of a GPU that is not in the table, which is taken for an A100).
-        writes_products: Whether XLA may write kernels of matrix products itself; otherwise cuBLAS runs them all. It
-            may where the device is there.
+            or of a GPU that is not in the table, for which the A100's figures are used).
+        writes_products: Whether XLA may generate kernels of matrix products itself; otherwise cuBLAS runs them all. It
+            always may on a present device.
     """
 
     name: str
@@ -78,21 +78,21 @@ class Target:
 
     @property
     def is_present(self) -> bool:
-        """Whether the device is there; if not, programs can be compiled for it but not run."""
+        """Whether the device is present; for an absent one programs can be compiled but not run."""
         return self.spec is None
 
     @property
     def gpu(self) -> Target | None:
-        """The target where it is no CPU."""
+        """The target itself, or `None` for a CPU."""
         return None if self.platform == "cpu" else self
 
     def rate(self, dtype: str, *, is_matmul: bool) -> float:
-        """FLOPs per second for a dtype.
+        """Look up the FLOPs per second for a dtype.
 
         Args:
             dtype: A dtype's name, such as `bfloat16`.
-            is_matmul: Whether the work is matrix products or convolutions, which tensor cores do. Those in f32 count
-                as `tfloat32`, which XLA uses on GPUs by default.
+            is_matmul: Whether the work is matrix products or convolutions, which run on tensor cores. Those in f32
+                count as `tfloat32`, which XLA uses on GPUs by default.
 
         Example:
             >>> get_target("h100").rate("bfloat16", is_matmul=True)
@@ -110,7 +110,7 @@ class Target:
         return vector.get(family, vector["float32"])
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.AbstractMesh:
-        """A mesh over a target's devices, for the shardings of `jax.ShapeDtypeStruct` arguments.
+        """Make a mesh over a target's devices, for the shardings of `jax.ShapeDtypeStruct` arguments.
 
         Args:
             shape: How many devices along each axis; their product is `n_devices`.
@@ -129,7 +129,7 @@ class Target:
         if mesh.size != self.n_devices:
             raise ValueError(
                 f"a mesh of shape {shape} has {mesh.size} devices, and target `{self.name}` has {self.n_devices}; "
-                f'ask for "{self.name.split(":")[0]}:{mesh.size}"'
+                f'pass target="{self.name.split(":")[0]}:{mesh.size}"'
             )
         return mesh
 
@@ -207,9 +207,9 @@ def get_target(target: str | os.PathLike[str] | jax.Device | Target | None = Non
 
     Args:
         target: A name (`"cpu"`, `"h200"`, `"h100"`, `"a100"`, `"v100"`, `"l4"`, `"t4"`, `"rtx4090"`, `"rtx3090"`,
-            `"a100-40gb"`, `"v100-32gb"`), with `":8"` behind it for several devices of one host; a path to a file
-            with XLA's text description of a GPU; a device that is there; a target, which is returned; or `None`
-            for the device that programs run on now.
+            `"a100-40gb"`, `"v100-32gb"`), followed by `":8"` for several devices of one host; a path to a file with
+            XLA's text description of a GPU; a present device; a target, which is returned; or `None` for the device in
+            use.
 
     Raises:
         ValueError: If there is no such name or file, or the file describes no GPU.
@@ -241,7 +241,7 @@ def get_target(target: str | os.PathLike[str] | jax.Device | Target | None = Non
 
 
 def is_gpu(platform: str) -> bool:
-    """Whether JAX's name of a platform is one of GPUs.
+    """Tell whether a platform, by JAX's name, is GPUs.
 
     Example:
         >>> is_gpu("cuda"), is_gpu("cpu")
@@ -256,7 +256,7 @@ def read_spec(path: Path) -> Target:
     Its rates are computed from the number of cores, the clock and the compute capability.
 
     Raises:
-        ValueError: If the file lacks one of the fields that are needed.
+        ValueError: If the file lacks a needed field.
     """
     text = path.read_text(encoding="utf-8")
     fields = dict(re.findall(r"(\w+)\s*:\s*([0-9.eE+]+)", text))
@@ -307,7 +307,7 @@ def _figures(name: str, gpu: _Gpu) -> Target:
 
 
 def _spec(gpu: _Gpu) -> str:
-    """What XLA's compiler asks of a GPU; it refuses fields that it does not know, so only these."""
+    """Write XLA's description of a GPU, with only the fields that its compiler needs: it refuses unknown ones."""
     major, minor = gpu.capability
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""gpu_device_info {{
@@ -330,8 +330,8 @@ def _present(device: jax.Device) -> Target:
         return Target("cpu", "cpu", _host_bytes(), device=device, origin="nominal", **_cpu_rates())
     platform = "cuda" if device.platform in ("gpu", "cuda") else device.platform
     words = re.split(r"[ -]+", device.device_kind.lower())
-    said = [*map("".join, itertools.pairwise(words)), *words]
-    name = next((name for name in said if name in _GPUS), None)
+    names = [*map("".join, itertools.pairwise(words)), *words]
+    name = next((name for name in names if name in _GPUS), None)
     figures = _figures(name, _GPUS[name]) if name else _figures(device.device_kind, _GPUS["a100"])
     figures = replace(figures, origin="datasheet" if name else "nominal")
     limit = (device.memory_stats() or {}).get("bytes_limit", figures.memory_bytes)
@@ -339,7 +339,7 @@ def _present(device: jax.Device) -> Target:
 
 
 def _default_device() -> jax.Device:
-    """The device that an uncommitted program runs on, without running one."""
+    """Find the device that an uncommitted program would run on."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     if chosen is None:
         return jax.local_devices()[0]
@@ -351,19 +351,19 @@ def _host_bytes() -> int:
 
 
 def _cpu_rates() -> dict[str, Any]:
-    """Nominal rates of a CPU: each core does two 8-wide f32 multiply-adds per clock at 2.5 GHz; 20 GB/s of memory."""
+    """Assume nominal rates: a core does two 8-wide f32 multiply-adds per clock at 2.5 GHz; memory has 20 GB/s."""
     flops = (os.cpu_count() or 1) * 2 * 8 * 2 * 2.5e9
     return {"bytes_per_second": 20e9, "flops_per_second": (("float32", flops), ("float64", flops / 2))}
 
 
 def _count(target: str, count: str) -> int:
     if count and not (count.isdigit() and int(count) > 0):
-        raise ValueError(f"cannot read how many devices the target {target!r} has. {_forms()}")
+        raise ValueError(f"cannot read the number of devices of the target {target!r}. {_forms()}")
     return int(count or 1)
 
 
 def _forms() -> str:
     return (
-        f'Pass one of "cpu", {", ".join(f"{name!r}" for name in NAMES)}, with ":8" behind it for eight devices; '
+        f'Pass one of "cpu", {", ".join(f"{name!r}" for name in NAMES)}, followed by ":8" for eight devices; '
         "a path to XLA's text description of a GPU; a jax.Device; or None for the device in use."
     )

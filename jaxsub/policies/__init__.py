@@ -1,18 +1,16 @@
-"""Policies: what a wrapped function saves for its backward pass, as data to hand to whatever wraps it.
+"""Policies: which values a wrapped function saves for its backward pass, as data.
 
-Two kinds. `save_nothing`, `save_all` and `save_costly` judge one equation at a time, which is what JAX's own protocol
-asks of a policy: they can be handed to `jax.checkpoint(policy=)`, `flax.linen.remat`, `flax.nnx.remat` and
-`equinox.filter_checkpoint`. `save_within`, `sqrt` and `recursive` judge the whole function, which that protocol cannot:
-`jaxsub.policies.checkpoint`, `jaxsub.flax.linen.remat` and `jaxsub.flax.nnx.remat` take both kinds, and every policy by
-its name, as a config holds it: `"save_costly"`, `"save_within(2GiB)"`, `"recursive(3)"`.
+There are two kinds. `save_nothing`, `save_all` and `save_costly` decide for one equation at a time, as JAX's protocol
+for policies does: pass them to `jax.checkpoint(policy=)`, `flax.linen.remat`, `flax.nnx.remat` or
+`equinox.filter_checkpoint`. `save_within`, `sqrt` and `recursive` decide for the whole function, which that protocol
+cannot: `jaxsub.policies.checkpoint`, `jaxsub.flax.linen.remat` and `jaxsub.flax.nnx.remat` take both kinds, and every
+policy by its name in a config: `"save_costly"`, `"save_within(2GiB)"`, `"recursive(3)"`.
 
-With `jax_remat3`, JAX asks policies about few results or none and silently recomputes the others. A policy of ours that
-is handed to it and would save some of those raises at the call; the three functions above carry policies out by other
-means, those of others too.
+With `jax_remat3`, JAX calls policies for few primitives or none and silently recomputes all other results. A policy of
+ours that JAX would ignore in this way raises at the call; the three functions above apply any policy by other means.
 
-Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for keeping only costly
-results, §4.3 for `sqrt`, §4.4 for `recursive`. The minimum cut behind `save_within` is that of
-`jaxsub.partition.min_cut`.
+Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for saving only costly
+results, §4.3 for `sqrt`, §4.4 for `recursive`. `save_within` uses the minimum cut of `jaxsub.partition.min_cut`.
 """
 
 from __future__ import annotations

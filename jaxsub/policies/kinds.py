@@ -1,10 +1,10 @@
-"""What policies there are: one class each, with the regions it makes of a traced function.
+"""The policies: one class each, which makes the regions of a traced function.
 
-A function goes in as a `Program`, a `Plan` comes out, for `jaxsub.emission.emit`. Where a policy can also answer JAX's
-own question, whether the result of one equation may be saved, it does so when called.
+A function goes in as a `Program`, a `Plan` comes out, for `jaxsub.emission.emit`. A policy that can decide for one
+equation at a time also follows JAX's protocol: called with an equation, it says whether to save the result.
 
 Sources: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: §4.2 for `SaveCostly`, §4.3
-for `Sqrt`, §4.4 for `Recursive`. The minimum cut behind `SaveWithin` is that of `jaxsub.partition.min_cut`.
+for `Sqrt`, §4.4 for `Recursive`. `SaveWithin` uses the minimum cut of `jaxsub.partition.min_cut`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxsub.planners import get as get_planner
 
 
 class Policy:
-    """What a wrapped function saves; the base of all policies here."""
+    """Base of all policies: which values a wrapped function saves."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -39,15 +39,15 @@ class Policy:
         return self.name
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        """Refuse JAX's question about one equation; policies that can answer it do."""
+        """Refuse to decide for one equation; policies that can override this."""
         raise UnsupportedError(
-            f"The policy {self} judges a whole function, but jax.checkpoint asks about one equation at a time. "
+            f"The policy {self} decides for a whole function, but jax.checkpoint calls it for one equation at a time. "
             f'Wrap the function with jaxsub.policies.checkpoint(fun, policy="{self}"), jaxsub.flax.linen.remat or '
             "jaxsub.flax.nnx.remat instead, or use save_nothing, save_all or save_costly."
         )
 
     def plan(self, program: Program) -> Plan:
-        """The regions of a traced function under this policy."""
+        """Make the regions of a traced function."""
         raise NotImplementedError
 
 
@@ -62,7 +62,7 @@ class SaveNothing(Policy):
         return False
 
     def plan(self, program: Program) -> Plan:
-        """One region that saves nothing."""
+        """Make one region that saves nothing."""
         return _one_region(program, ())
 
 
@@ -77,7 +77,7 @@ class SaveAll(Policy):
         return True
 
     def plan(self, program: Program) -> Plan:
-        """No region at all."""
+        """Make a plan without regions."""
         return _plan(program, ())
 
 
@@ -85,15 +85,15 @@ class SaveAll(Policy):
 class SaveCostly(Policy):
     """Save the results of costly operations and recompute the cheap ones: the paper's "drop the results of low cost".
 
-    What is costly says the cost model, `jaxsub.jaxpr.flops.COSTLY`: matrix products, convolutions, sorts,
-    decompositions and loops over such; element-wise maps, reductions and normalisations are cheap.
+    Costly are the primitives of `jaxsub.jaxpr.flops.COSTLY`: matrix products, convolutions, sorts, decompositions, and
+    loops over these. Elementwise maps, reductions and normalisations are cheap.
 
     Attributes:
-        costly: Names of primitives to count as costly too, such as `"exp"`.
-        cheap: Names of primitives to count as cheap although the cost model says otherwise.
+        costly: Names of further primitives to count as costly, such as `"exp"`.
+        cheap: Names of primitives to count as cheap, against the cost model.
 
     Raises:
-        PolicyError: If a name is on both sides, or is no name.
+        PolicyError: If a name is in both, or is no primitive's name.
 
     Example:
         >>> policy = SaveCostly(costly=["exp"], cheap=["sort"])
@@ -119,16 +119,16 @@ class SaveCostly(Policy):
             raise PolicyError(f"save_costly cannot count {both[0]!r} as costly and as cheap.")
 
     def __str__(self) -> str:
-        """The policy's name, with what is overridden."""
+        """The policy's name, with its overrides."""
         changes = ", ".join([*(f"+{n}" for n in self.costly), *(f"-{n}" for n in self.cheap)])
         return f"{self.name}({changes})" if changes else self.name
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        """Whether the cost model calls the primitive costly."""
+        """Tell whether the primitive counts as costly."""
         return self.is_costly(primitive.name, _Equation(primitive, params))
 
     def is_costly(self, name: str, eqn: Any) -> bool:
-        """Whether an equation, of a primitive of this name, is costly: in itself or in a program inside it."""
+        """Tell whether an equation of a primitive of this name is costly, itself or in an inner program."""
         if name in self.costly or name in self.cheap:
             return name in self.costly
         if name in COSTLY:
@@ -136,7 +136,7 @@ class SaveCostly(Policy):
         return any(self.is_costly(inner.primitive.name, inner) for body in bodies_of(eqn) for inner in body.eqns)
 
     def plan(self, program: Program) -> Plan:
-        """One region that saves the costly results."""
+        """Make one region that saves the costly results."""
         nodes, values = program.graph.nodes, program.graph.values
         keep = [n for n, eqn in zip(nodes, program.eqns, strict=True) if self.is_costly(n.primitive, eqn)]
         return _one_region(program, [v for n in keep for v in n.outputs if values[v].consumers])
@@ -144,11 +144,11 @@ class SaveCostly(Policy):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SaveWithin(Policy):
-    """Save at most so many bytes, beside what the function reads and returns; recompute as little as they allow.
+    """Save at most so many bytes, beside the function's inputs and outputs; recompute as little as they allow.
 
-    Which values are worth their bytes says a minimum cut over the function's own backward pass. One region is made:
-    it bounds what is kept between the passes, not what one function's own backward pass takes. For that
-    give `jaxsub.sublinear` a budget.
+    A minimum cut over the function's backward pass finds the values worth their bytes. There is one region: it bounds
+    the saved bytes, not the peak of the function's own backward pass. To bound the peak, give `jaxsub.sublinear` a
+    budget.
 
     Attributes:
         n_bytes: The limit in bytes.
@@ -168,7 +168,7 @@ class SaveWithin(Policy):
         return f"{self.name}({exact})"
 
     def plan(self, program: Program) -> Plan:
-        """One region that saves what fits."""
+        """Make one region that saves the values that fit."""
         found = choices(trace_run(program, 0, len(program.eqns)), least_gain=0.0)
         base = program.graph.first_value(0)
         return _one_region(program, [base + offset for offset in _within(program, found, self.n_bytes)])
@@ -176,10 +176,10 @@ class SaveWithin(Policy):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sqrt(Policy):
-    """Cut the function into about √n segments and save what lies between them: the paper's O(√n) memory.
+    """Cut the function into about √n segments and save the values between them: the paper's O(√n) memory.
 
-    The cuts are found by the paper's search over B. A function that returns no scalar loss is taken for a part of
-    a network: its last segment is recomputed like the others.
+    The paper's search over B finds the cuts. A function that returns no scalar loss counts as a part of a network: its
+    last segment is recomputed like the others.
 
     References:
         Chen et al., 2016, §4.3, Algorithm 3 and Appendix A.
@@ -188,13 +188,13 @@ class Sqrt(Policy):
     name: ClassVar[str] = "sqrt"
 
     def plan(self, program: Program) -> Plan:
-        """The paper's segments."""
+        """Make the paper's segments."""
         return _planned(program, get_planner("chen"))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Recursive(Policy):
-    """Save k results, and divide again what lies between them: the paper's O(log n) memory for O(n log n) time.
+    """Save k results and divide the parts between them in the same way: the paper's O(log n) memory, O(n log n) time.
 
     Attributes:
         k: How many results to save at every level, at least 1; 1 takes the least memory and the most time.
@@ -215,13 +215,13 @@ class Recursive(Policy):
         return f"{self.name}({self.k})"
 
     def plan(self, program: Program) -> Plan:
-        """Nested segments."""
+        """Make nested segments."""
         return _planned(program, get_planner(f"recursive({self.k})"))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Equation:
-    """What JAX tells a policy of an equation."""
+    """The part of an equation that JAX passes to a policy."""
 
     primitive: Any
     params: dict[str, Any]
@@ -237,13 +237,13 @@ def _one_region(program: Program, saved: Sequence[int]) -> Plan:
 
 
 def _within(program: Program, found: Sequence[Choice], n_bytes: int) -> set[int]:
-    """The dearest choice that fits, and of the next one what still fits: offsets of values."""
+    """Choose the largest choice that fits, and more values of the next one while they fit: offsets of values."""
     best = max((c for c in found if c.saved_bytes <= n_bytes), key=lambda c: c.saved_bytes)
     saved, left = set(best.saved), n_bytes - best.saved_bytes
-    dearer = [c for c in found if c.saved_bytes > n_bytes]
+    larger = [c for c in found if c.saved_bytes > n_bytes]
     base = program.graph.first_value(0)
     outputs = set(program.graph.outputs)
-    for offset in min(dearer, key=lambda c: c.saved_bytes).saved if dearer else ():
+    for offset in min(larger, key=lambda c: c.saved_bytes).saved if larger else ():
         size = 0 if base + offset in outputs else program.graph.values[base + offset].n_bytes
         if offset not in saved and size <= left:
             saved.add(offset)
@@ -252,7 +252,7 @@ def _within(program: Program, found: Sequence[Choice], n_bytes: int) -> set[int]
 
 
 def _planned(program: Program, planner: Planner) -> Plan:
-    """A planner's own plan by predicted costs; in a part of a network what it leaves unwrapped is wrapped too."""
+    """Make a planner's natural plan; in a part of a network, wrap the stages that it leaves unwrapped too."""
     pricer = Pricer(program, get_target(None))
     plan = planner(pricer.chain(find_cuts(program.graph), sizes=()), None)
     if program.loss is not None:
@@ -261,7 +261,7 @@ def _planned(program: Program, planner: Planner) -> Plan:
 
 
 def _covering(segments: Sequence[Segment], n_nodes: int) -> list[Segment]:
-    """The segments, and one more for each run of nodes between them."""
+    """Add a segment for each run of nodes between the segments."""
     covered, at = [], 0
     for segment in [*segments, Segment(n_nodes, n_nodes + 1)]:
         if segment.start > at:

@@ -1,4 +1,4 @@
-"""Policies by name: the ready-made ones, and how a name in a config is read."""
+"""Policies by name: the ready-made ones, and reading a name from a config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxsub.core.errors import PolicyError
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
 
 JaxPolicy = Callable[..., Any]
-"""A policy by JAX's protocol: `policy(primitive, *avals, **params)`, true for what may be saved."""
+"""A policy by JAX's protocol: `policy(primitive, *avals, **params)`, true where the result may be saved."""
 
 save_nothing = SaveNothing()
 save_all = SaveAll()
@@ -31,7 +31,7 @@ def save_within(limit: str | int) -> SaveWithin:
 
     Raises:
         BudgetError: If the limit cannot be read or is not positive.
-        PolicyError: If it is a fraction: a policy knows no whole to take it of.
+        PolicyError: If it is a fraction: a policy has no total to take it of.
 
     Example:
         >>> save_within("2GiB")
@@ -57,12 +57,12 @@ def recursive(k: int = 1) -> Recursive:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all policies, with what they take."""
+    """List the names of all policies, with their arguments."""
     return ("save_nothing", "save_all", "save_costly", "save_within(BYTES)", "sqrt", "recursive(K)")
 
 
 def label(policy: Policy | JaxPolicy) -> str:
-    """What to call a policy in what people read: ours by its name, JAX's by that of its function.
+    """Name a policy for people: ours by its name, JAX's by that of its function.
 
     Example:
         >>> import jax
@@ -79,22 +79,22 @@ def label(policy: Policy | JaxPolicy) -> str:
     function = getattr(getattr(policy, "func", policy), "__qualname__", "")
     if function:
         return str(function).split(".<locals>")[0]
-    if is_dataclass(policy) and (told := {f.name: getattr(policy, f.name) for f in fields(policy)}):
-        # a set is told in order: the same words in every process
-        words = (f"{name}={sorted(v) if isinstance(v, frozenset) else v!r}" for name, v in told.items())
+    if is_dataclass(policy) and (values := {f.name: getattr(policy, f.name) for f in fields(policy)}):
+        # sets are sorted: the same text in every process
+        words = (f"{name}={sorted(v) if isinstance(v, frozenset) else v!r}" for name, v in values.items())
         return f"{type(policy).__name__}({', '.join(words)})"
     return type(policy).__name__ if " at 0x" in repr(policy) else repr(policy)
 
 
 def get(policy: str | Policy | JaxPolicy | None) -> Policy | JaxPolicy:
-    """Find a policy by name; a policy is returned as it is, and `None` is `save_nothing`, as for JAX.
+    """Find a policy by name; return a policy as it is. `None` is `save_nothing`, as for JAX.
 
     Args:
         policy: A name such as `"save_costly"`, `"save_costly(+exp, -sort)"`, `"save_within(2GiB)"`, `"sqrt"` or
             `"recursive(2)"`; a policy of ours or of JAX's; or `None`.
 
     Raises:
-        PolicyError: If there is no such policy, or it does not take what the parentheses hold.
+        PolicyError: If there is no such policy, or it does not take these arguments.
         BudgetError: If the limit of `save_within` cannot be read.
 
     Example:

@@ -1,8 +1,8 @@
-"""What `jax_remat3` does not ask policies about: refused where JAX is handed a policy, carried out where we are.
+"""Policies under `jax_remat3`: refuse those that JAX would silently ignore, and apply those of our wrappers by a plan.
 
-JAX's new rematerialisation asks a policy about few primitives, in some versions about none, and silently recomputes
-the rest. A policy of ours that JAX is handed is watched, and refused where that would change what it says. A policy
-that is not ours, but comes to our wrappers, is asked here about each equation instead, and a plan saves what it wants.
+JAX's new rematerialisation calls a policy for few primitives, in some versions for none, and silently recomputes all
+other results. A policy of ours that is passed to JAX is refused where that would change its decisions. For a foreign
+policy that is passed to our wrappers, this module calls it for each equation and makes a plan that saves those results.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jaxsub.policies.kinds import Policy
 from jaxsub.policies.names import JaxPolicy, label
 
 ENTERED = ("jit", "pjit", "closed_call", "scan", "cond")
-"""Primitives inside which `jax_remat3` asks about each equation."""
+"""Primitives inside which `jax_remat3` calls the policy for each equation."""
 
 ANSWERS = {"SaveableType": True, "RecomputeType": False}
-"""What JAX's policies answer beside true and false, by the names of the types."""
+"""Answers of JAX's policies beside true and false, by the names of their types."""
 
 
 def plan_where_ignored(policy: JaxPolicy, program: Program) -> Plan | None:
-    """The region that saves what a policy wants saved; `None` where JAX asks it about all of that itself.
+    """Make the region that saves a policy's results; `None` where JAX itself calls the policy for all of them.
 
     Raises:
-        UnsupportedError: If the policy wants what a region of ours cannot save either: results inside loops, branches
-            and custom derivatives, or results moved to another memory.
+        UnsupportedError: If a region of ours cannot save these results either: results inside loops, branches and
+            custom derivatives, or results moved to another memory.
     """
     asked = compat.asked_by_remat3()
     if compat.is_known_to_remat3(policy):
@@ -60,7 +60,7 @@ def plan_where_ignored(policy: JaxPolicy, program: Program) -> Plan | None:
 
 
 def _wants(policy: JaxPolicy, eqn: Any) -> bool:
-    """Whether a policy wants an equation's results saved."""
+    """Tell whether a policy saves an equation's results."""
     primitive, params = compat.unwrapped(eqn)
     if primitive.name in compat.REGIONS:
         return False
@@ -75,7 +75,7 @@ def _wants(policy: JaxPolicy, eqn: Any) -> bool:
 
 
 def _wanted_inside(policy: JaxPolicy, eqn: Any) -> Iterator[str]:
-    """The names of the primitives that a policy wants saved inside an equation; regions there are their own."""
+    """Yield the names of primitives whose results a policy saves inside an equation, outside regions of their own."""
     if compat.unwrapped(eqn)[0].name in compat.REGIONS:
         return
     for body in bodies_of(eqn):
@@ -87,7 +87,7 @@ def _wanted_inside(policy: JaxPolicy, eqn: Any) -> Iterator[str]:
 
 
 def refuse_ignored(policy: Any, jaxpr: Any) -> None:
-    """Refuse a policy of ours that was handed to JAX itself and would save what JAX does not ask it about."""
+    """Refuse a policy of ours that was passed to JAX and saves results that JAX does not call it for."""
     if not isinstance(policy, Policy) or not compat.ignores_policies():
         return
     asked = compat.asked_by_remat3()
@@ -100,7 +100,7 @@ def refuse_ignored(policy: Any, jaxpr: Any) -> None:
 
 
 def _saved_by(policy: Callable[..., Any], jaxpr: Any) -> Iterator[str]:
-    """The names of the primitives that a policy saves results of, inside loops, branches and calls too."""
+    """Yield the names of primitives whose results a policy saves, inside loops, branches and calls too."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ENTERED:
             for body in bodies_of(eqn):

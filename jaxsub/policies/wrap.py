@@ -1,7 +1,7 @@
 """`checkpoint`: wrap a function under any policy.
 
-Where JAX can carry a policy out it does, by `jax.checkpoint`; otherwise the function is traced, the policy makes a
-plan of it, and the plan is emitted.
+`jax.checkpoint` applies the policy where it can; otherwise the function is traced, the policy makes a plan of it, and
+the plan is emitted.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """Wrap a function so that its backward pass finds what a policy saves: `jax.checkpoint` for every policy here.
+    """Wrap a function so that a policy decides what it saves: `jax.checkpoint` for every policy here.
 
     Args:
-        fun: The function. Functions among the leaves of its arguments, and what Equinox's modules hold beside
-            arrays, are handed through as they are.
-        policy: What to save; see `get`.
-        prevent_cse: As for `jax.checkpoint`, where a policy is carried out by JAX alone.
-        static_argnums: Positions of arguments that are no arrays, as for `jax.checkpoint`.
+        fun: The function. Static leaves of its arguments, such as functions and the static fields of Equinox's
+            modules, are passed through.
+        policy: The policy or its name; see `get`.
+        prevent_cse: As for `jax.checkpoint`, where JAX alone applies the policy.
+        static_argnums: Positions of static arguments, as for `jax.checkpoint`.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
         PolicyError: If there is no such policy.
-        UnsupportedError: At the call, with jax_remat3, if a policy that is not ours wants saved what JAX does not ask
-            it about and a region here cannot save: results in loops and branches, or moved to another memory.
+        UnsupportedError: At the call, with jax_remat3, if a foreign policy saves results that JAX does not call it for
+            and that a region here cannot save: results in loops and branches, or moved to another memory.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -69,7 +69,7 @@ def checkpoint(
 
 
 def _call_foreign(policy: JaxPolicy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
-    """Call under a policy that is not ours: by JAX wherever JAX asks it."""
+    """Call under a foreign policy: by JAX wherever JAX calls it."""
     if not compat.ignores_policies():
         return jax.checkpoint(flat, policy=policy, prevent_cse=prevent_cse)(*leaves)
     if policy is jax.checkpoint_policies.everything_saveable:
@@ -83,13 +83,13 @@ def _call_foreign(policy: JaxPolicy, flat: Callable[..., Any], leaves: Sequence[
 
 
 def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
-    """Trace once, since a module counts what it draws as it is traced; then emit what the policy plans.
+    """Trace once, since tracing a module advances its random streams; then emit the policy's plan.
 
-    JAX asks a policy of every equation, within loops too, so `SaveCostly` is left to it where it can be: not where it
-    ignores policies, and not around regions of their own, which it would ask about as if they were none.
+    JAX calls a policy for every equation, inside loops too, so it applies `SaveCostly` itself, unless it ignores
+    policies or the function has regions of its own, whose equations it would decide as if outside regions.
     """
     if not any(jax.numpy.issubdtype(jax.numpy.result_type(x), jax.numpy.inexact) for x in leaves):
-        return flat(*leaves)  # nothing flows back through it
+        return flat(*leaves)  # no gradient flows through it
     program = trace(flat, leaves, {}, argnums=tuple(range(len(leaves))))
     if isinstance(policy, SaveCostly) and not compat.ignores_our_policies() and not _has_regions(program):
         run = compat.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
@@ -105,7 +105,7 @@ def _has_regions(program: Program) -> bool:
 def _of_arrays(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of its array leaves alone, and those leaves."""
+    """Make the function of its array leaves alone, and list those leaves."""
     outside = [n for n in static if not -len(args) <= n < len(args)]
     if outside:
         raise ValueError(f"static_argnums names argument {outside[0]}, but there are {len(args)} positional ones.")

@@ -85,7 +85,7 @@ def test_every_byte_is_scaled_and_no_flop():
 
 def test_too_few_devices():
     """Shapes over more devices than are there are refused, with the target that would do."""
-    with pytest.raises(UnsupportedError, match=r"8 devices, and here are \d of `cpu`.*target=\"h100:8\""):
+    with pytest.raises(UnsupportedError, match=r"8 devices, and \d of `cpu` are present.*target=\"h100:8\""):
         jaxsub.measure(chain, jnp.ones((16, 16)), lying(SPLIT))
 
 
