@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxsub import equinox as equinox
+    from jaxsub import flax as flax
     from jaxsub import planners, policies
     from jaxsub.api.explain import explain, residuals
     from jaxsub.api.frontier import frontier
@@ -66,11 +68,11 @@ _HOMES = {
     "step.jit": ("jit",),
     "step.max_batch": ("max_batch",),
 }
-_MODULES = {"flax": "flax", "planners": "planners", "policies": "policies", "targets": "devices.targets"}
+_MODULES = {name: name for name in ("equinox", "flax", "planners", "policies")} | {"targets": "devices.targets"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import jaxsub.core` needs no JAX, `jaxsub.flax` alone needs Flax."""
+    """Import a public name when it is first used: `import jaxsub.core` needs no JAX, only `jaxsub.flax` needs Flax."""
     home = next((module for module, names in _HOMES.items() if name in names), _MODULES.get(name))
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,6 +34,7 @@ step: __init__ fused_update sizing report jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__
+equinox: filtered __init__
 show: __init__ curves text chart plot html
 """
 """Folders in the order in which data flows, and the modules of each: a module imports only what stands before it."""
@@ -121,7 +122,7 @@ def library_fault(module: str, name: str, is_free: bool) -> str | None:
 
 def jax_fault(module: str, name: str) -> str | None:
     """What is wrong with an import of JAX."""
-    if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax") and module.split(".")[0] in WITHOUT_JAX:
+    if name.split(".")[0] in ("jax", "jaxlib", "flax", "equinox", "optax") and module.split(".")[0] in WITHOUT_JAX:
         return f"{name}: {module.split('.')[0]} knows no JAX"
     if name.startswith("jax._src") and module != "jaxpr.compat":
         return f"{name}: private, for compat.py alone"

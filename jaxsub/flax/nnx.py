@@ -24,6 +24,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import P, R, Wrapped
+from jaxsub.jaxpr.static_leaves import Static
 from jaxsub.step import jit as step
 
 CONTEXT = "jaxsub"
@@ -285,20 +286,6 @@ def _nodes(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_node(x) else None, tree, is_leaf=is_node)
 
 
-@jax.tree_util.register_static
-class _Static:
-    """An argument that is no array: it has no leaves and is part of the tree."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and type(self.value) is type(other.value) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-
 def _call(
     lifted: Callable[..., Any], wrt: Any, numbers: Sequence[int], names: Sequence[str], /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -316,8 +303,8 @@ def _split(
 ) -> tuple[list[Any], Any]:
     """What the gradient is taken of, and everything else as one tree."""
     fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
-    wrapped = [_Static(a) if i in fixed else a for i, a in enumerate(args)]
-    keywords = {k: _Static(v) if k in names else v for k, v in kwargs.items()}
+    wrapped = [Static(a) if i in fixed else a for i, a in enumerate(args)]
+    keywords = {k: Static(v) if k in names else v for k, v in kwargs.items()}
     active: list[Any] = []
 
     def split(context: Any, path: Any, prefix: Any, node: Any) -> Any:
@@ -349,13 +336,13 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
         out = fun(*map(_unwrap, args), **{k: _unwrap(v) for k, v in kwargs.items()})
         tree_out, pure_out = nnx.to_tree((_nodes((args, kwargs)), out), ctxtag=CONTEXT)
         leaves, shape = jax.tree.flatten(pure_out)
-        return (leaves[0] if leaves else 0.0), (leaves[1:], _Static(shape), tree_out)
+        return (leaves[0] if leaves else 0.0), (leaves[1:], Static(shape), tree_out)
 
     return pure
 
 
 def _unwrap(x: Any) -> Any:
-    return x.value if isinstance(x, _Static) else x
+    return x.value if isinstance(x, Static) else x
 
 
 def is_node(x: Any) -> bool:

@@ -23,6 +23,28 @@ Fixed = tuple[tuple[int, type, Any], ...]
 """Leaves that are left as they are: position, type and value; hashable if the values are."""
 
 
+@jax.tree_util.register_static
+class Static:
+    """What is no array, as a node of a tree: it has no leaves and is part of the tree; `1` and `True` are two.
+
+    Example:
+        >>> jax.tree.leaves([Static("relu"), 2.0]), Static(1) == Static(True)
+        ([2.0], False)
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"Static({self.value!r})"
+
+
 def fixed_leaves(tree: Any) -> Fixed:
     """Find the leaves that are left as they are.
 

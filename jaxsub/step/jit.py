@@ -152,7 +152,7 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
     run = losing_nothing(fun, "jit")
     return jax.jit(_fusing(run, _statics(fun, jit_kwargs), jit_kwargs) if fuse_updates else run,
-                   **_with_options(jit_kwargs))  # fmt: skip
+                   **with_options(jit_kwargs))  # fmt: skip
 
 
 def check_jit_kwargs(given: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _fusing(
     return call
 
 
-def _with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
+def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What `jax.jit` is given on the device in use."""
     options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
     if not options:
@@ -235,24 +235,24 @@ class Step(Wrapped[P, R]):
         self._locks = Locks()
         self._ready: dict[Any, tuple[Any, StepReport]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
         result: R = self._prepare(args, kwargs)[0](*args, **kwargs)
         return result
 
-    def report(self, *args: Any, **kwargs: Any) -> StepReport:
+    def report(self, /, *args: Any, **kwargs: Any) -> StepReport:
         """What the step takes for arguments of these shapes, arrays or `jax.ShapeDtypeStruct`s; nothing is run."""
         return self._prepare(args, kwargs)[1]
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """The step, lowered under its plans, as `jax.jit` does it."""
         return self._prepare(args, kwargs)[0].lower(*args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """The step, traced under its plans, as `jax.jit` does it."""
         return self._prepare(args, kwargs)[0].trace(*args, **kwargs)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes of the results; nothing is planned."""
         return jax.eval_shape(self._called, *args, **kwargs)
 
@@ -331,7 +331,7 @@ class Step(Wrapped[P, R]):
         run: Any = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
         if self._fuses:
             run = _fusing(run, self._statics, self._jit_kwargs, findings)
-        return jax.jit(run, **(_with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
+        return jax.jit(run, **(with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
         """The sublinear functions inside the step, by fingerprint; nothing is compiled."""

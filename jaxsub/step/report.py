@@ -137,7 +137,7 @@ def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], t
         returned[leaf.shape, leaf.dtype] = returned.get((leaf.shape, leaf.dtype), 0) + 1
     infos = iter(jax.tree.leaves(traced.args_info))
     leaves: list[tuple[str, Any, Any, int, bool, bool]] = []
-    for name, tree in [*zip(names, args, strict=True), *kwargs.items()]:
+    for name, tree in [*zip(names, args, strict=True), *sorted(kwargs.items())]:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             info = next(infos)
             left = returned.get((info.shape, info.dtype), 0)

@@ -49,6 +49,7 @@ def test_import_jaxsub_is_quick():
 MISSING = {
     "Flax": ("flax", "jaxsub.flax.linen", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
     "Flax, its part": ("flax", "import jaxsub.flax.nnx", 'jaxsub.flax needs Flax: pip install "jaxsub[flax]"'),
+    "Equinox": ("equinox", "jaxsub.equinox.filter_jit", 'jaxsub.equinox needs Equinox: pip install "jaxsub[equinox]"'),
     "matplotlib": ("matplotlib", "jaxsub.plan(loss, w, x, verify=False).plot()", 'pip install "jaxsub[plot]"'),
     "jinja2": ("jinja2", "jaxsub.plan(loss, w, x, verify=False).to_html()", 'pip install "jaxsub[plot]"'),
 }

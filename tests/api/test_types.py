@@ -54,6 +54,16 @@ def plain_step_with_options(n: int, params: Params) -> Params:
     return params
 
 
+@jaxsub.equinox.filter_jit(memory="24GiB", donate="all")
+def module_step(params: Params, batch: jax.Array) -> Params:
+    return params
+
+
+@jaxsub.equinox.filter_jit
+def plain_module_step(params: Params) -> Params:
+    return params
+
+
 class Trainer:
     @jaxsub.sublinear(static_argnums=0)
     def loss(self, params: Params, batch: jax.Array) -> jax.Array:
@@ -71,6 +81,7 @@ made: jaxsub.Plan = jaxsub.plan(loss, params, batch, budget="1GiB")
 found: jaxsub.Measurement = jaxsub.measure(loss, params, batch)
 params = step(params, batch)
 params = plain_step(params)
+params = plain_module_step(module_step(params, batch))
 params = plain_step_with_options(3, params)
 report = step.report(params, batch)
 text: str = step.lower(params, batch).as_text()
@@ -101,6 +112,11 @@ def step(w: jax.Array) -> jax.Array:
     return w
 
 
+@jaxsub.equinox.filter_jit(memory="24GiB")
+def module_step(w: jax.Array) -> jax.Array:
+    return w
+
+
 @jaxsub.jit
 def plain(w: jax.Array) -> jax.Array:
     return w
@@ -113,6 +129,8 @@ loss(w, w, scael=2.0)  # wrong: no such name
 result: str = loss(w, w)  # wrong: no str
 bare(w, w)  # wrong: too many
 step("w")  # wrong: a str
+module_step("w")  # wrong: a str
+jaxsub.equinox.filter_jit(plain, donate="first")  # wrong: no such donation
 plain(w, w)  # wrong: too many
 jaxsub.sublinear(budgte="8GiB")  # wrong: no such option
 jaxsub.sublinear(planner=3)  # wrong: no planner

@@ -222,6 +222,17 @@ def test_static_and_keyword_arguments_and_auxiliary_results():
     chex.assert_trees_all_close(made(params(), *args, **kwargs), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_keyword_arguments_hold_what_is_theirs():
+    """What a step's arguments hold is told by their names, in whatever order they are given."""
+
+    def step(w, *, small, large):
+        return w * small.sum() * large.sum()
+
+    report = quiet(step, memory="1GiB").report(jnp.ones(4), small=jnp.ones(2), large=jnp.ones(64))
+    assert {held.name: held.n_bytes for held in report.arguments} == {"w": 16, "small": 8, "large": 256}
+    assert quiet(lambda self: self + 1, memory="1GiB")(self=jnp.ones(2)).tolist() == [2, 2]
+
+
 def test_budgets_and_plans_of_ones_own_are_kept():
     """A function with a budget takes at most that, one with a plan keeps it, whatever the step may take."""
     within = jaxsub.sublinear(loss, budget=0.5, progress=False, chunks=False)
