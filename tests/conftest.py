@@ -31,6 +31,16 @@ hypothesis.settings.register_profile("jaxsub", deadline=None, max_examples=50, d
 hypothesis.settings.load_profile("jaxsub")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long unless `-m` names it: `-m "not slow"` alone does not ask for it."""
+    if "exhaustive" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Point the user's cache folder at an empty one for the whole session: what one worker has measured all find."""

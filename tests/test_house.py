@@ -7,7 +7,9 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 
 import jaxsub
@@ -248,3 +250,18 @@ def test_doctests_and_warnings_are_on():
 def test_the_readme_is_short():
     """The README is read in one sitting."""
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize(("expression", "left"), [("", ["short"]), ("not slow", ["short"]), ("exhaustive", ["long"])])
+def test_what_takes_long_runs_only_where_it_is_asked_for(expression, left):
+    """`-m "not slow"` does not switch on the tests marked `exhaustive`."""
+    deselected = []
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    config.hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    marks = {"long": True, "short": None}
+    items = [SimpleNamespace(name=name, get_closest_marker=lambda _, m=mark: m) for name, mark in marks.items()]
+    conftest.pytest_collection_modifyitems(config, items)
+    if expression == "exhaustive":  # what is not marked pytest's own -m leaves out
+        items = [item for item in items if item.get_closest_marker("exhaustive")]
+    assert [item.name for item in items] == left
+    assert len(deselected) == (expression != "exhaustive")

@@ -1,4 +1,7 @@
-"""The figures that jaxsub promises, on the compiler's own account: full-size networks, compiled and never run."""
+"""The figures that jaxsub promises, on the compiler's own account: full-size networks, compiled and never run.
+
+Those that take a minute and more run before a release: `pytest tests/figures -m exhaustive`.
+"""
 
 import functools
 import math
@@ -12,6 +15,7 @@ import jaxsub
 
 MIB = 2**20
 BUDGETS = (0.7, 0.4, 0.2)
+FULL = ("gpt", "resnet")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,7 @@ def slope(depths, sizes):
     return np.polyfit([math.log(d) for d in depths], [math.log(s) for s in sizes], 1)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_barriers_alone_free_an_unrolled_lstm(cache):
     """LSTM, 4 layers x 32 steps: over 3 GiB become at most 360 MiB with no recompute, at most 180 MiB with a plan."""
     plan = planned("lstm", cache, planner="barriers", verify=True)
@@ -72,7 +76,7 @@ def test_barriers_alone_free_an_unrolled_lstm(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FULL)])
 def test_budgets_are_kept(name, cache):
     """No compiled gradient needs more than its budget; nothing is refused that per-block checkpoints meet."""
     kept, refused = 0, []
@@ -88,6 +92,7 @@ def test_budgets_are_kept(name, cache):
     assert not refused or per_block_bytes(name) > max(refused)
 
 
+@pytest.mark.exhaustive
 def test_what_a_refusal_says_would_fit_does(cache):
     """A budget too small for any plan is refused with the least bytes that work, and those are then met."""
     with pytest.raises(jaxsub.InfeasibleBudgetError, match="Pass budget=") as caught:
