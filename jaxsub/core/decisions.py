@@ -47,6 +47,8 @@ class Slices:
         spared_bytes: Bytes of the values it makes that carry the axis, less those of one slice.
         extra_share: What it recomputes, as a share of the program's forward pass.
         inside: How one slice runs; indices are those of what a slice executes (`jaxsub.emission.folding`).
+        within: Where the run stands, if not in the program itself: the loop or conditional, and which of its bodies;
+            then the one in that body, and so on. All indices are those of the innermost body.
     """
 
     start: int
@@ -59,6 +61,7 @@ class Slices:
     spared_bytes: int = 0
     extra_share: float = 0.0
     inside: Inside = field(default_factory=lambda: Inside())
+    within: tuple[tuple[int, int], ...] = ()
 
     def faults(self) -> list[str]:
         """What no run in slices is, by field."""

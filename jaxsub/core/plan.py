@@ -199,7 +199,7 @@ class Plan(Shown):
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
-        n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices)
+        n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices if not run.within)
         if len(self.equations) not in (0, DIGITS * n_traced):
             found.append(f"equations: {len(self.equations)} digits, not {DIGITS * n_traced}")
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)

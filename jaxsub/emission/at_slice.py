@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
-from jaxsub.jaxpr.axis_rules import Place, State
+from jaxsub.jaxpr.axis_places import Place, State
 
 Env = dict[tuple[Any, Place | None], Any]
 """What variables are: whole, totals among them, or a slice of them."""

@@ -30,7 +30,7 @@ from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis
 from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
-from jaxsub.jaxpr.axis_rules import Place, State, Total
+from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
@@ -63,7 +63,8 @@ def sliced(
     def call(*args: Any) -> Values:
         env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
         evaluate([whole_step(eqn) for eqn in axis.before], env, None)
-        made = slices(*(env[v, None] for v, _ in axis.cut), *(env[v, None] for v in axis.reads))
+        parts = (jax.lax.slice_in_dim(env[v, None], 0, axis.length * p.unit, axis=p.dim) for v, p in axis.cut)
+        made = slices(*parts, *(env[v, None] for v in axis.reads))
         env.update({(v, None): x for v, x in zip(wanted, made, strict=True)})
         evaluate([whole_step(eqn) for eqn in axis.after], env, None)
         return tuple(read(env, a, None) for a in outputs)

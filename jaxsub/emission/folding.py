@@ -7,6 +7,8 @@ like any other: its passes are traced, its lives counted and its memory compiled
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +18,11 @@ from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
 from jaxsub.emission.regions import with_regions
-from jaxsub.emission.scans import with_loops
+from jaxsub.emission.scans import body_program, branch_programs, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import is_inexact
-from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of
 
 
@@ -84,13 +86,40 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
     """
     if not slices:
         return program
-    eqns: list[Any] = []
-    at = 0
-    for run in sorted(slices, key=lambda s: s.start):
-        eqns += [*program.eqns[at : run.start], _folded(program, run)]
+    given, eqns, at = list(program.eqns), list[Any](), 0
+    for node in {run.within[0][0] for run in slices if run.within}:
+        given[node] = _with_bodies_in_slices(program, node, [run for run in slices if run.within[:1]])
+    for run in sorted((run for run in slices if not run.within), key=lambda s: s.start):
+        eqns += [*given[at : run.start], _folded(program, run)]
         at = run.stop
-    eqns += program.eqns[at:]
+    eqns += given[at:]
     return program.with_eqns(eqns)
+
+
+def bodies_of_node(program: Program, node: int) -> tuple[Program, ...]:
+    """The body of a loop, or the branches of a conditional."""
+    is_loop = program.eqns[node].primitive.name == "scan"
+    return (body_program(program, node),) if is_loop else branch_programs(program, node)
+
+
+def program_within(program: Program, within: Sequence[tuple[int, int]]) -> Program:
+    """The body in which a run in slices stands."""
+    for node, number in within:
+        program = bodies_of_node(program, node)[number]
+    return program
+
+
+def _with_bodies_in_slices(program: Program, node: int, runs: Sequence[Slices]) -> Any:
+    """A loop or conditional in the bodies of which some runs are executed in slices."""
+    eqn, closed = program.eqns[node], []
+    for number, body in enumerate(bodies_of_node(program, node)):
+        mine = [replace(run, within=run.within[1:]) for run in runs if run.within[0] == (node, number)]
+        found = with_slices(body, mine)
+        call = partial(jax.core.eval_jaxpr, compat.make_jaxpr_of(found.eqns, found.invars, found.outvars), ())
+        given = [compat.shape_of(v.aval) for v in body.invars[len(body.consts) :]]
+        closed.append(jax.make_jaxpr(partial(call, *body.consts))(*given))
+    bodies = {"jaxpr": closed[0]} if eqn.primitive.name == "scan" else {"branches": tuple(closed)}
+    return eqn.replace(params={**eqn.params, **bodies})
 
 
 def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | None:
@@ -123,8 +152,14 @@ def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
 
 
 def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
+    for within in dict.fromkeys(run.within for run in slices if run.within):
+        if fault := _within_fault(program, slices, within):
+            yield fault
+            return
+        mine = [replace(run, within=()) for run in slices if run.within == within]
+        yield from (f"within {within}: {fault}" for fault in _faults(program_within(program, within), mine))
     at = 0
-    for run in slices:
+    for run in (run for run in slices if not run.within):
         name = f"{run.start}:{run.stop}"
         if not at <= run.start < run.stop <= len(program.eqns) or run.count < 2:
             yield f"{name} in {run.count} slices does not follow on equation {at}"
@@ -150,6 +185,18 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
             yield f"{name}: {why}"
 
 
+def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[tuple[int, int]]) -> str:
+    """What is wrong with where a run is said to stand."""
+    if any(run.start <= within[0][0] < run.stop for run in slices if not run.within):
+        return f"within {within}: equation {within[0][0]} runs in slices itself"
+    for node, number in within:
+        is_there = 0 <= node < len(program.eqns) and program.eqns[node].primitive.name in ("scan", "cond")
+        if not is_there or not 0 <= number < len(bodies := bodies_of_node(program, node)):
+            return f"within {within}: equation {node} holds no body {number}"
+        program = bodies[number]
+    return ""
+
+
 def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
     function = sliced(axis_of(program, slices), reads, returns, slices.count, _planned_slice(program, slices))
@@ -157,7 +204,7 @@ def _folded(program: Program, slices: Slices) -> Any:
     def run(*args: Any) -> list[Any]:
         return list(function(*args))
 
-    run.__name__ = "in_slices"
+    run.__name__ = IN_SLICES
     (call,) = jax.make_jaxpr(jax.jit(run))(*[compat.shape_of(v.aval) for v in reads]).eqns
     source = max(eqns, key=lambda eqn: sum(getattr(v.aval, "size", 0) for v in eqn.outvars)).source_info
     if (len(call.invars), len(call.outvars)) != (len(reads), len(returns)):

@@ -58,7 +58,7 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
     alone, sliced = body.invars[:n_alone], body.invars[n_alone:]
     stacks = [a.update(shape=(n_steps, *a.shape)) for a in (v.aval for v in sliced)]
     closed = jax.make_jaxpr(steps)(*[v.aval for v in alone], *stacks)
-    eqns, invars, outvars, consts = flatten_jaxpr(closed)
+    eqns, invars, outvars, consts = flatten_jaxpr(closed, keeps_slices=True)
     positions = {len(consts) + i for i in body.differentiated}
     names = ["const"] * len(invars)
     written = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)

@@ -64,7 +64,7 @@ def body_program(program: Program, node: int) -> Program:
     Its differentiated inputs are what a gradient may flow to; all of its floating-point carry is.
     """
     eqn, graph = program.eqns[node], program.graph
-    eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"])
+    eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"], keeps_slices=True)
     n_consts, n_carry = compat.scan_sizes(eqn)
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars]
@@ -85,7 +85,7 @@ def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
 
 
 def _branch_program(branch: Any, active: Sequence[bool]) -> Program:
-    eqns, invars, outvars, consts = flatten_jaxpr(branch)
+    eqns, invars, outvars, consts = flatten_jaxpr(branch, keeps_slices=True)
     positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
     return program_of(eqns, invars, outvars, consts, positions, None, None, ["const"] * len(invars), branch)
 

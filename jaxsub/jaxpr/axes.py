@@ -11,6 +11,9 @@ source line.
 Values without the axis that meet values with it in its shape (masks, tables, labels) are sliced: inputs as such, others
 made anew at the slice's shape where that is elementwise work or a broadcast, else made whole and sliced. So random bits
 are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices themselves.
+
+Where a slice leaves the last units out, as `logits[:, :-1]` does, what stands in front of it is followed for the first
+units alone, if nothing else reads the others.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import jax.numpy as jnp
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
-from jaxsub.jaxpr.axis_rules import ELEMENTWISE, Coarser, NoRule, Place, State, Total, reshaped, rule_of
+from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
+from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 LINEAR = frozenset(
@@ -53,7 +57,7 @@ class Axis:
     """An axis that is independent through a run of equations.
 
     Attributes:
-        length: How many units it has.
+        length: How many units it has; what is cut may have more, which nothing reads.
         before: Equations that run once, before all slices.
         cut: Values, of the run's inputs or made before, that are sliced, and where they carry the axis.
         steps: Equations that run a slice at a time.
@@ -93,7 +97,7 @@ def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], s
         >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]
         (['dot_general', 'tanh', 'reduce_sum'], [Place(dim=0, unit=1)])
     """
-    return follow_all(eqns, inputs, outputs, [seed], dim)
+    return follow_all(eqns, inputs, outputs, [seed], dim, may_end_early=True)
 
 
 def follow_all(
@@ -103,6 +107,7 @@ def follow_all(
     seeds: Sequence[Any],
     dim: int = 0,
     late: Collection[Any] = (),
+    may_end_early: bool = False,
 ) -> Axis:
     """Follow an axis that several inputs carry at once; as `follow`.
 
@@ -113,6 +118,7 @@ def follow_all(
         seeds: Inputs that carry the axis, all in the same dimension and of the same length there.
         dim: Which of their dimensions it is.
         late: Inputs that are not there before the slices run, such as sums over them.
+        may_end_early: Whether the last units may be left out where nothing reads them.
 
     Raises:
         NotIndependent: If it is not independent; says which equation forbids it.
@@ -121,8 +127,9 @@ def follow_all(
     length = whole = seeds[0].aval.shape[dim]
     if length < 2:
         raise ValueError(f"dimension {dim} of {seeds[0].aval} has no slices")
+    first: int | None = None
     while True:
-        walk = _Run(length, inputs)
+        walk = _Run(length, inputs, first=first, may_end_early=may_end_early)
         walk.late.update(late)
         try:
             for seed in seeds:
@@ -132,7 +139,9 @@ def follow_all(
                 walk.run(eqn)
             return walk.axis(outputs)
         except Coarser as finer:
-            length = finer.n_units
+            length, first = finer.n_units, None
+        except Shorter as shorter:
+            first = shorter.n_units
 
 
 def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0) -> Body:
@@ -216,9 +225,10 @@ class _Walk:
             raise NoRule("its effect must happen once")
         if any(eqn.params.get(p) is not None for p in ("sharding", "out_sharding")) and not _is_constraint(eqn):
             raise NoRule("it says how its result is spread over devices")
-        follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, self.n, wanted, order), self.order)
+        n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
+        follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
         if (rule := rule_of(eqn)) is not None:
-            held = Held(rule(eqn, ins, self.n), ())
+            held = Held(rule(eqn, ins, n), ())
         elif (found := held_rule(eqn, ins, follow)) is not None:
             held = found
         else:
@@ -246,7 +256,7 @@ class _Walk:
             return
         self.placed.add((atom, place))
         eqn = self.makers.get(atom)
-        needs = _needs_at(eqn, place, self.n) if eqn is not None else None
+        needs = needs_at(eqn, place, units_of(atom, place)) if eqn is not None else None
         if eqn is None or needs is None:
             self.sliced(atom, place)
             return
@@ -300,8 +310,14 @@ class _Inside(_Walk):
 
 @dataclass(slots=True, eq=False)
 class _Run(_Walk):
-    """A run: what does not carry the axis runs before the slices, what reads totals after them."""
+    """A run: what does not carry the axis runs before the slices, what reads totals after them.
 
+    Attributes:
+        first: How many units are followed, if not all: some slice takes them.
+    """
+
+    first: int | None = None
+    may_end_early: bool = False
     before: list[Any] = field(init=False, default_factory=list)
     after: list[Any] = field(init=False, default_factory=list)
     late: set[Any] = field(init=False, default_factory=set)
@@ -342,6 +358,20 @@ class _Run(_Walk):
     def sliced(self, atom: Any, place: Place) -> None:
         self.cut[atom, place] = None
 
+    def slice(self, eqn: Any, ins: Sequence[Place | None]) -> None:
+        carried = [units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None]
+        is_whole = self.first is not None and self.n in carried
+        if self.may_end_early and (n_units := first_units(eqn, ins)) is not None:
+            if self.first is None:
+                raise Shorter(n_units)
+            if is_whole and n_units == self.first:
+                self.steps.append(Step(eqn, tuple(eqn.invars), tuple(ins), tuple(eqn.outvars), (ins[0],)))
+                self.states[eqn.outvars[0]] = ins[0]
+                return
+        _Walk.slice(self, eqn, ins)
+        if is_whole and any(isinstance(self.states[v], Total) for v in eqn.outvars):
+            raise NoRule("it reads all of an axis of which a slice takes a part")
+
     def axis(self, outputs: Sequence[Any]) -> Axis:
         made = {v for step in self.steps for v, out in zip(step.writes, step.outs, strict=True) if out is None}
         made.update(v for step in self.steps for v in step.writes if v in self.states)
@@ -355,8 +385,11 @@ class _Run(_Walk):
                 before.append(eqn)
                 wanted.update(a for a in eqn.invars if compat.is_var(a))
         places = {v: self.states[v] for step in self.steps for v in step.writes if v in self.states}
-        return Axis(self.n, tuple(before[::-1]), tuple(self.cut), tuple(self.steps), tuple(self.after), places,
-                    tuple(dict.fromkeys(reads)))  # fmt: skip
+        for v, place in places.items():
+            if self.first is not None and v in wanted and isinstance(place, Place) and units_of(v, place) == self.n:
+                raise NotIndependent(self.makers[v], "all of an axis is read of which a slice takes a part")
+        return Axis(self.first or self.n, tuple(before[::-1]), tuple(self.cut), tuple(self.steps), tuple(self.after),
+                    places, tuple(dict.fromkeys(reads)))  # fmt: skip
 
 
 def _is_constraint(eqn: Any) -> bool:
@@ -368,28 +401,3 @@ def _narrows(eqn: Any) -> bool:
     old, new = (a.aval.dtype for a in (eqn.invars[0], eqn.outvars[0]))
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     return bool(are_floats and old.itemsize > new.itemsize)
-
-
-def _needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
-    """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
-    name, params = eqn.primitive.name, eqn.params
-    if eqn.effects or len(eqn.outvars) != 1 or params.get("sharding") is not None:
-        return None
-    shapes = [tuple(a.aval.shape) for a in eqn.invars]
-    if name in ELEMENTWISE:
-        has = [len(s) > place.dim and s[place.dim] == n * place.unit for s in shapes]
-        return tuple(place if h else None for h in has)
-    if name == "iota":
-        return ()
-    if name == "broadcast_in_dim" and len(shapes) == 1:
-        dims = tuple(params["broadcast_dimensions"])
-        is_read = place.dim in dims and shapes[0][dims.index(place.dim)] == n * place.unit
-        return (Place(dims.index(place.dim), place.unit) if is_read else None,)
-    if name == "transpose":
-        return (Place(params["permutation"][place.dim], place.unit),)
-    if name == "reshape" and len(shapes) == 1 and params.get("dimensions") is None:
-        try:
-            return (reshaped(place, tuple(eqn.outvars[0].aval.shape), shapes[0], n),)
-        except (NoRule, Coarser):
-            return None
-    return None

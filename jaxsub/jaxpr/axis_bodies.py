@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_rules import NoRule, Place, Ruled, State, Total
+from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
 
 CHECKED_ORDERS = 2
 """How often rules are differentiated when an axis is looked for: values, gradients and second derivatives are sure."""

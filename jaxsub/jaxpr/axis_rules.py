@@ -13,47 +13,13 @@ Primitives that hold jaxprs are `jaxsub.jaxpr.axes`'s.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxsub.jaxpr import compat
-
-
-class NoRule(Exception):
-    """Why an equation does not let the axis through."""
-
-
-class Coarser(Exception):
-    """A reshape cuts inside of units: the axis is independent in no more than `n_units`."""
-
-    def __init__(self, n_units: int) -> None:
-        super().__init__(n_units)
-        self.n_units = n_units
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The dimension of a value that carries the axis, and its elements for each unit."""
-
-    dim: int
-    unit: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """What slices of a result are put together with: `sum`, `max` or `min`."""
-
-    how: str = "sum"
-
-
-State = Place | Total | None
-Ruled = tuple[Sequence[Place | None], Sequence[State]]
-"""What is needed of each operand, and what each result is."""
-Rule = Callable[[Any, Sequence[Place | None], int], Ruled]
+from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Rule, Ruled, State, Total, reshaped
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
@@ -150,25 +116,6 @@ def _reshape(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     return list(ins), [reshaped(place, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), n)]
 
 
-def reshaped(place: Place, old: tuple[int, ...], new: tuple[int, ...], n: int) -> Place:
-    """Where a reshape leaves the axis: in the dimension before which as many elements stand as before it now.
-
-    Example:
-        >>> reshaped(Place(0), (8, 4, 3), (32, 3), 8)
-        Place(dim=0, unit=4)
-    """
-    before = math.prod(old[: place.dim])
-    for dim, size in enumerate(new):
-        if math.prod(new[:dim]) == before and size > 1:
-            behind = math.prod(new[dim + 1 :])
-            unit, rest = divmod(place.unit * math.prod(old[place.dim + 1 :]), behind)
-            if rest == 0 and unit * n == size:
-                return Place(dim, unit)
-            if math.gcd(n, size) > 1:
-                raise Coarser(math.gcd(n, size))
-    raise NoRule("it mixes the axis with a dimension in front of it")
-
-
 def _transpose(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     place = _one(ins)
     return list(ins), [Place(tuple(eqn.params["permutation"]).index(place.dim), place.unit)]
@@ -244,6 +191,18 @@ def _slice(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     if _shape(eqn.outvars[0])[place.dim] != shape[place.dim]:
         raise NoRule("it takes a part of the axis")
     return list(ins), [place]
+
+
+def first_units(eqn: Any, ins: Sequence[State]) -> int | None:
+    """How many units a slice takes, if these are the first ones of the axis and not all of them."""
+    place = ins[0] if eqn.primitive.name == "slice" else None
+    if not isinstance(place, Place):
+        return None
+    start, stop = (eqn.params[name][place.dim] for name in ("start_indices", "limit_indices"))
+    is_dense = not eqn.params["strides"] or eqn.params["strides"][place.dim] == 1
+    whole = _shape(eqn.invars[0])[place.dim]
+    n_units, rest = divmod(stop, place.unit)
+    return n_units if start == 0 and is_dense and stop < whole and rest == 0 and n_units > 1 else None
 
 
 def _update(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
@@ -374,11 +333,49 @@ def _scatter(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     raise NoRule("it writes elements along the axis")
 
 
+def _cudnn_attention(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    """Attention kernels of cuDNN, forward and backward, along the batch in front of queries, keys and values."""
+    params = eqn.params
+    if params["dropout_rate"] or params.get("score_mod") is not None:
+        raise NoRule("it draws random bits inside, or calls a function of the user's")
+    if any(place not in (None, Place(0)) for place in ins) or any(params["variadic_args"]):
+        raise NoRule("its kernel works on whole sequences and heads, or sums over the batch")
+    needs = [Place(0) if _shape(a)[:1] == (n,) else None for a in eqn.invars]
+    if any(place is not None and need is None for place, need in zip(ins, needs, strict=True)):
+        raise NoRule("its kernel works on whole sequences and heads")
+    return needs, [Place(0)] * len(eqn.outvars)
+
+
 def _constraint(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     place, spec = _one(ins), getattr(eqn.params["sharding"], "spec", None)
     if spec is None or (len(spec) > place.dim and spec[place.dim] is not None):
         raise NoRule("it splits the axis over devices")
     return list(ins), [place]
+
+
+def needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
+    """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
+    name, params = eqn.primitive.name, eqn.params
+    if eqn.effects or len(eqn.outvars) != 1 or params.get("sharding") is not None:
+        return None
+    shapes = [tuple(a.aval.shape) for a in eqn.invars]
+    if name in ELEMENTWISE:
+        has = [len(s) > place.dim and s[place.dim] == n * place.unit for s in shapes]
+        return tuple(place if h else None for h in has)
+    if name == "iota":
+        return ()
+    if name == "broadcast_in_dim" and len(shapes) == 1:
+        dims = tuple(params["broadcast_dimensions"])
+        is_read = place.dim in dims and shapes[0][dims.index(place.dim)] == n * place.unit
+        return (Place(dims.index(place.dim), place.unit) if is_read else None,)
+    if name == "transpose":
+        return (Place(params["permutation"][place.dim], place.unit),)
+    if name == "reshape" and len(shapes) == 1 and params.get("dimensions") is None:
+        try:
+            return (reshaped(place, tuple(eqn.outvars[0].aval.shape), shapes[0], n),)
+        except (NoRule, Coarser):
+            return None
+    return None
 
 
 RULES: dict[str, Rule] = {
@@ -413,4 +410,5 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": _conv,
     "gather": _gather,
     "sharding_constraint": _constraint,
+    **{f"dot_product_attention_{way}_wrapper": _cudnn_attention for way in ("fwd", "bwd")},
 }

@@ -15,15 +15,23 @@ from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
 
+IN_SLICES = "in_slices"
+"""What a `jit` equation is called that executes a run of equations in slices."""
 
-def flatten_jaxpr(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Inline calls; return equations, inputs (constants first), outputs and constants."""
+
+def flatten_jaxpr(closed: Any, *, keeps_slices: bool = False) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Inline calls; return equations, inputs (constants first), outputs and constants.
+
+    Args:
+        closed: The jaxpr.
+        keeps_slices: Whether runs in slices stay one equation each.
+    """
     jaxpr = compat.open_jaxpr(closed)
     eqns: list[Any] = []
     hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, closed.consts, strict=True))
     env: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        _inline(eqn, env, eqns, hoisted, caller=None)
+        _inline(eqn, env, eqns, hoisted, None, IN_SLICES if keeps_slices else None)
     outvars = [_read(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
@@ -43,8 +51,9 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return env.get(atom, atom) if compat.is_var(atom) else atom
 
 
-def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any) -> None:
-    body = compat.inlined_body(eqn)
+def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any,
+            kept: str | None) -> None:  # fmt: skip
+    body = compat.inlined_body(eqn) if kept is None or eqn.params.get("name") != kept else None
     invars = [_read(env, a) for a in eqn.invars]
     if body is None:
         if caller is not None:
@@ -63,7 +72,7 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         inner[var] = compat.new_var(var.aval)
         hoisted.append((inner[var], const))
     for inner_eqn in jaxpr.eqns:
-        _inline(inner_eqn, inner, eqns, hoisted, caller=eqn)
+        _inline(inner_eqn, inner, eqns, hoisted, eqn, kept)
     env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
 
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
 from jaxsub.core.measurement import Measurement
@@ -26,10 +25,9 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
-from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.order import equation_digests, ordered_as
+from jaxsub.jaxpr.order import ordered_as
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.planners import Planner, get
@@ -40,19 +38,14 @@ from jaxsub.search import verify as verifying
 from jaxsub.search.belonging import require_belonging
 from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
-from jaxsub.search.candidates import Candidates, recomputed_share
+from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
 from jaxsub.search.progress import Progress, tell
-from jaxsub.search.slicing import Chunks, asked
-from jaxsub.search.slicing import candidates as sliced_runs
+from jaxsub.search.slice_search import sliced_or_whole
+from jaxsub.search.slicing import Chunks
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
-CORRECTIONS = 4
-"""How often a plan inside slices is made, each time for as much less than one needs as all need over the budget."""
-
-LITTLE_EXTRA = 0.05
-"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,174 +139,89 @@ def _kept(program: Program, settings: Settings) -> Plan:
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
     """Plan a program and say what was decided."""
     began = time.monotonic()
-    plan = _sliced_or_whole(program, settings, target, store)
+    with Progress(settings.progress) as step:
+        planning = _Planning(settings, target, store, step)
+        if settings.mirror is not None or settings.chunks is False or compat.names_axes(program.traced):
+            plan = planning.whole(program, settings.budget, False)
+        else:
+            plan = sliced_or_whole(program, target, settings.budget, settings.chunks, planning.whole)
+        if plan.slices and plan.plain_measurement is None:
+            plan = planning.beside_plain(program, plan)
     if settings.progress:
         tell(plan, time.monotonic() - began)
     return plan
 
 
-def _sliced_or_whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
-    """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can."""
-    if isinstance(settings.chunks, Mapping):
-        return _in_slices(program, asked(program, settings.chunks), settings, target, store)
-    plans, refusals = _tried(program, settings, target, store)
-    if not plans:
-        raise _that_works(program, settings, target, store, refusals)
-    best = min(plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
-    return _beside_plain(program, best, plans[0], settings, target, store) if best.slices else best
+@dataclass(slots=True, eq=False)
+class _Planning:
+    """Plans a program, and others with runs of it in slices: what one was priced and compiled for is remembered."""
 
+    settings: Settings
+    target: Target
+    store: Store
+    step: Callable[[str], None]
+    verifiers: dict[str, verifying.Verifier] = field(init=False, default_factory=dict)
 
-def _that_works(
-    program: Program, settings: Settings, target: Target, store: Store, refusals: Sequence[InfeasibleBudgetError]
-) -> InfeasibleBudgetError:
-    """The refusal that names the least budget which is met when it is asked for: other budgets have other slices."""
-    for refused in sorted(refusals, key=lambda refused: refused.least_bytes):
-        again = replace(settings, budget=Budget(refused.least_bytes))
-        if refused is refusals[0] or _tried(program, again, target, store)[0]:
-            return refused
-    return refusals[0]
+    def verifier(self, program: Program) -> verifying.Verifier:
+        """What prices and compiles plans of a program."""
+        if program.fingerprint not in self.verifiers:
+            lying = program.avals(), program.shardings, program.differentiated
+            pricer = Pricer(program, self.target, self.store, self.step, self.settings.profile, data_share(*lying),
+                            gathered_bytes(*lying), self.settings.offload)  # fmt: skip
+            self.verifiers[program.fingerprint] = verifying.Verifier(
+                pricer, TUNING.most_compiles + TUNING.by_hand_compiles
+            )
+        return self.verifiers[program.fingerprint]
 
-
-def _tried(
-    program: Program, settings: Settings, target: Target, store: Store
-) -> tuple[list[Plan], list[InfeasibleBudgetError]]:
-    """Plans that fit, the one without slices first, and refusals."""
-    plans: list[Plan] = []
-    refusals: list[InfeasibleBudgetError] = []
-    _try(lambda: _whole(program, settings, target, store), plans, refusals)
-    if settings.chunks is not False and _asks_for_slices(program, settings, plans):
-        n_bytes = _budget_bytes(settings.budget, plans, refusals)
-        bounded = replace(settings, budget=settings.budget if settings.budget == Budget() else Budget(n_bytes))
-        for runs in sliced_runs(program, target, n_bytes):
-            if _is_promising(program, runs, bounded, target, store, plans):
-                _try(lambda runs=runs: _in_slices(program, runs, bounded, target, store), plans, refusals)  # type: ignore[misc]
-            if plans and recomputed_share(plans[-1]) <= LITTLE_EXTRA:
-                break
-    return plans, refusals
-
-
-def _is_promising(
-    program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store, plans: Sequence[Plan]
-) -> bool:
-    """Whether a plan in slices is predicted to spare enough beside what fits already to be worth its compiles."""
-    if not plans or settings.budget == Budget():
-        return True
-    try:
-        plan = _in_slices(program, runs, replace(settings, verify=False), target, store)
-    except InfeasibleBudgetError:
-        return False
-    return recomputed_share(plan) < min(map(recomputed_share, plans)) - TUNING.compile_gain
-
-
-def _beside_plain(program: Program, plan: Plan, whole: Plan, settings: Settings, target: Target, store: Store) -> Plan:
-    """A plan in slices with the user's budget, and what the program needs without a plan and without slices."""
-    plain = whole.plain_measurement
-    if whole.slices and plan.measurement is not None:
-        plain = verifying.Verifier(Pricer(program, target, store=store)).plain().measurement
-    prediction = None if whole.slices else whole.plain_prediction
-    return plan.replace(budget=settings.budget, plain_measurement=plain, plain_prediction=prediction)
-
-
-def _try(make: Callable[[], Plan], plans: list[Plan], refusals: list[InfeasibleBudgetError]) -> None:
-    try:
-        plans.append(make())
-    except InfeasibleBudgetError as refused:
-        refusals.append(refused)
-
-
-def _asks_for_slices(program: Program, settings: Settings, plans: Sequence[Plan]) -> bool:
-    """Whether runs in slices are looked at: where nothing else fits or costs little, or where the user says so."""
-    if compat.names_axes(program.traced) or settings.mirror is not None:
-        return False
-    if settings.chunks is True:
-        return True
-    return settings.budget != Budget() and (not plans or recomputed_share(plans[0]) > LITTLE_EXTRA)
-
-
-def _budget_bytes(budget: Budget, plans: Sequence[Plan], refusals: Sequence[InfeasibleBudgetError]) -> int:
-    if budget.n_bytes is not None:
-        return budget.n_bytes
-    if refusals:
-        return refusals[0].requested_bytes
-    plain = plans[0].plain_measurement or plans[0].plain_prediction
-    return max(1, int((budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
-
-
-def _need(plan: Plan) -> int:
-    found = plan.measurement or plan.prediction
-    return found.temp_bytes if found is not None else 0
-
-
-def _in_slices(program: Program, runs: Sequence[Slices], settings: Settings, target: Target, store: Store) -> Plan:
-    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
-    n_bytes, room = settings.budget.n_bytes, 0
-    refusals: list[InfeasibleBudgetError] = []
-    for _ in range(CORRECTIONS):
-        try:
-            plan = _whole(with_slices(program, runs), settings, target, store)
-        except InfeasibleBudgetError as refused:
-            is_all = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, len(program.eqns))
-            if not is_all or n_bytes is None:
-                raise
-            room = room - (refused.least_bytes - n_bytes) if room else n_bytes
-            refusals.append(refused)
-        else:
-            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs),
-                                equations=equation_digests(program))  # fmt: skip
-        try:
-            run, room = _planned_inside(program, runs[0], room, settings, target, store)
-        except InfeasibleBudgetError:  # its budget is that of a slice: the user is told of the whole
-            raise refusals[-1] from None
-        runs = (run,)
-    raise refusals[-1]
-
-
-def _planned_inside(
-    program: Program, run: Slices, room: int, settings: Settings, target: Target, store: Store
-) -> tuple[Slices, int]:
-    """A run in slices, each of them planned for so many bytes, and what one needs."""
-    plan = _whole(program_of_slice(program, run), replace(settings, budget=Budget(max(1, room))), target, store)
-    extra = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-    return replace(run, inside=Inside(plan.segments, plan.barriers, plan.loops), extra_share=extra), _need(plan)
-
-
-def _whole(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
-    budget = settings.budget
-    effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
-    with Progress(settings.progress) as step:
-        lying = program.avals(), program.shardings, program.differentiated
-        pricer = Pricer(program, target, store, step, settings.profile, data_share(*lying), gathered_bytes(*lying),
-                        settings.offload)  # fmt: skip
-        verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
+    def whole(self, program: Program, budget: Budget, is_trusted: bool) -> Plan:
+        """Plan a program for a budget, as it stands; where told so, by prediction alone."""
+        settings, verifier = self.settings, self.verifier(program)
+        verifier.compiles = 0
         wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
         planner = Bounded(wishing(program, once(program, Memo(get(settings.planner))), wishes))
         cuts = verifying.cut_choices(program)
-        candidates = Candidates(pricer, planner, cuts)
+        candidates = Candidates(verifier.pricer, planner, cuts)
         if budget == Budget():
             plan = candidates.natural(verifying.usual_choices(program, cuts))
-            if settings.verify:
+            if settings.verify and not is_trusted:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
-        elif settings.verify is False:
+        elif is_trusted or settings.verify is False:
             plan = _trusted(candidates, budget)
         else:
-            if program.shardings:
-                share = _measured_share(pricer, cuts[0], verifier.measure(verifier.empty()))
-                verifier.pricer = pricer = replace(pricer, share=share)
-                candidates = replace(candidates, pricer=pricer)
-            n_bytes = budget.n_bytes
-            if n_bytes is None:
-                n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
-            is_open = isinstance(get(settings.planner), Auto) and not (wishes or settings.profile or settings.offload)
-            by_hand = partial(plans_by_hand, pricer.program, target.gpu) if is_open else tuple
-            plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand)
-            if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
-                less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
-                plan = fit(verifier, candidates, budget, less_bytes, effort)
-        plan = pricer.timed(plan)
+            plan = self._fitted(verifier, candidates, budget, wishes)
+        plan = verifier.pricer.timed(plan)
         if wishes:
             plan = _wished(verifier, plan, wishes, budget)
         return planner.bounded(plan) if settings.bound else plan
+
+    def beside_plain(self, program: Program, plan: Plan) -> Plan:
+        """A plan with what its program needs without it: measured if that is known, else predicted."""
+        verifier = self.verifier(program)
+        if verifier.is_known(verifier.empty()):
+            return plan.replace(plain_measurement=verifier.plain().measurement)
+        plain = get("plain")(verifier.pricer.chain(verifying.cut_choices(program)[0]), None)
+        return plan.replace(plain_prediction=plain.prediction)
+
+    def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
+                wishes: Mapping[str, int]) -> Plan:  # fmt: skip
+        """A plan that the compiler confirms to fit."""
+        settings, program = self.settings, verifier.program
+        effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
+        if program.shardings:
+            share = _measured_share(verifier.pricer, candidates.choices[0], verifier.measure(verifier.empty()))
+            verifier.pricer = replace(verifier.pricer, share=share)
+            candidates = replace(candidates, pricer=verifier.pricer)
+        n_bytes = budget.n_bytes
+        if n_bytes is None:
+            n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
+        is_open = isinstance(get(settings.planner), Auto) and not (wishes or settings.profile or settings.offload)
+        by_hand = partial(plans_by_hand, verifier.pricer.program, self.target.gpu) if is_open else tuple
+        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand)
+        if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
+            less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
+            plan = fit(verifier, candidates, budget, less_bytes, effort)
+        return plan
 
 
 def _wished(verifier: verifying.Verifier, plan: Plan, wishes: Mapping[str, int], budget: Budget) -> Plan:

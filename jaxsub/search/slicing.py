@@ -1,8 +1,9 @@
 """Which runs of a program to execute in slices, along which axis, in how many.
 
-Around each of the widest values a run is looked for: from the cut in front of its producer to the cut behind its last
-use, to the end of the program if that is the loss. Of all axes that are independent through the run the one that most
-of what it makes carries is taken. The number of slices is the least power of two that leaves the run a small share of
+Around each of the widest values, of the program and of the bodies of its loops and conditionals, a run is looked for:
+from where little is alive in front of its producer to where little is alive behind its last use, to the end of the
+program if that is the loss. Of all axes that are independent through the run the one that most of what it makes carries
+is taken. The number of slices is the least power of two that leaves the run a small share of
 the budget, and no more than leaves every product in it `least_rows` rows.
 
 **Rows.** A slice reads each weight twice and its running gradient twice again, in float32: with 2-byte weights 12
@@ -13,19 +14,27 @@ of two: 1,024 on an H100 in bfloat16, and fewer on a CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import JaxsubError
+from jaxsub.core.graph import Value
+from jaxsub.costs.fusible import LOOPS
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import run_of, variable_of
+from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import Step
-from jaxsub.jaxpr.axis_rules import Place
+from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
+from jaxsub.partition.inner_programs import find_nested
+from jaxsub.partition.min_cut import TracedRun, choice_of, trace_run
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
@@ -33,16 +42,21 @@ Chunks = str | bool | Mapping[Any, int]
 FEW_VALUES = 6
 """How many of the widest values are looked at."""
 
-WIDE_SHARE = 1 / 8
-"""A run is worth slicing whose values that carry the axis are more than this share of what the program makes at once,
-and it is sliced until they are this share of the budget."""
+WIDE_SHARE, PEAK_SHARE = 1 / 8, 1 / 2
+"""A run is worth slicing where more is alive than the first share of the budget, or the second share of the program's
+own peak. It is sliced until what carries the axis is the first share of the budget."""
 
+NARROW = 1 / 4
+"""Several values of a run stand at once: each is looked at that is more than this share of what is wide."""
+
+LITTLE = 4
+"""A run reaches to where no more than the fourth part of its widest value is alive."""
 
 LEAST_BYTES = 2**20
 """For less than a mebibyte nobody needs slices."""
 
-MORE = 4
-"""Where a run in slices does not meet a budget so many times more are tried."""
+MANY = 64
+"""Of axes that all have so many slices the one is taken that most of the run carries."""
 
 
 class ChunksError(JaxsubError, ValueError):
@@ -51,7 +65,22 @@ class ChunksError(JaxsubError, ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """An axis of a run, and what slices of it would spare."""
+    """An axis of a run, and what slices of it would spare.
+
+    Attributes:
+        start: The run's first node.
+        stop: The node after its last.
+        value: A value that it reads and that carries the axis.
+        dim: The dimension of it that does.
+        axis: The axis.
+        carried_bytes: Bytes of what the run makes along the axis.
+        rows: Rows of its smallest product along the axis.
+        run: Itself, in the program that it stands in.
+        label: What it is called.
+        is_head: Whether it ends the program in a loss: then no slice is recomputed.
+        within: In which bodies of loops and conditionals it stands.
+        weight: How often it runs.
+    """
 
     start: int
     stop: int
@@ -60,14 +89,19 @@ class Found:
     axis: Axis
     carried_bytes: int
     rows: int
+    run: Callable[[], TracedRun]
+    label: str
+    is_head: bool
+    within: tuple[tuple[int, int], ...] = ()
+    weight: float = 1.0
 
     def slices(self, program: Program, count: int) -> Slices:
-        """The run in slices."""
+        """The run in slices, in a program."""
         spared = self.carried_bytes - self.carried_bytes // count
-        label, nodes = _label(program, self.start, self.stop), program.graph.nodes
-        again = sum(node.flops for node in nodes[self.start : self.stop]) if self.stop < len(nodes) else 0.0
-        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, label, spared,
-                      again / max(sum(node.flops for node in nodes), 1.0))  # fmt: skip
+        again = 0.0 if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
+        share = again / max(sum(node.flops for node in program.graph.nodes), 1.0)
+        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared, share,
+                      within=self.within)  # fmt: skip
 
 
 def least_rows(target: Target) -> int:
@@ -87,6 +121,9 @@ def least_rows(target: Target) -> int:
 def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple[Slices, ...]]:
     """Sets of runs that may be executed in slices, those first that recompute nothing.
 
+    The loss head; the whole function along its batch; the head and the widest run in the body of a loop or conditional;
+    all such runs; runs elsewhere too. Then the same in as many slices as their products allow.
+
     Args:
         program: The program.
         target: What it is planned for.
@@ -94,19 +131,29 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     """
     if program.is_spread:
         return
-    n, least = len(program.eqns), least_rows(target)
-    runs = [run for run in _wide_runs(program, n_bytes) if run.carried_bytes > LEAST_BYTES]
-    heads = [run for run in runs if run.stop == n and program.loss is not None][:1]
+    least = least_rows(target)
     batch = _batch_run(program)
     whole = [batch] if batch is not None and batch.carried_bytes > LEAST_BYTES else []
-    for run in (*heads, *whole):
-        fewest, most = _count(run, n_bytes, least), min(run.rows // least, run.axis.length)
-        counts = dict.fromkeys((fewest, min(MORE * fewest, most)))
-        yield from ((run.slices(program, count),) for count in counts if count > 1)
-    counted = [(run, _count(run, n_bytes, least)) for run in (*heads, *(run for run in runs if run.stop < n))]
-    chosen = [run.slices(program, count) for run, count in counted if count > 1]
-    if any(s.stop < n for s in chosen):
-        yield tuple(sorted(chosen, key=lambda s: s.start))
+    found = _everywhere(program, n_bytes, least)
+    heads = [run for run in found if run.is_head]
+    loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
+    told: dict[tuple[Slices, ...], None] = {}
+    for is_least in (False, True):
+        for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
+            counts = [_count(run, 1 if is_least else n_bytes, least) for run in runs]
+            chosen = [run.slices(program, count) for run, count in zip(runs, counts, strict=True) if count > 1]
+            told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
+    yield from (runs for runs in told if runs)
+
+
+def _everywhere(program: Program, n_bytes: int, least: int) -> list[Found]:
+    """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
+    found: list[Found] = []
+    for within, part in _places(program):
+        weight = _weight(program, within)
+        found += [replace(run, within=within, weight=weight) for run in _wide_runs(part, n_bytes, least)]
+    alone = [run for run in found if not run.within]
+    return [run for run in found if not any(run.within and a.start <= run.within[0][0] < a.stop for a in alone)]
 
 
 def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
@@ -127,18 +174,19 @@ def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
 def _asked(program: Program, key: Any, count: int) -> Slices:
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise ChunksError(f"chunks={{{key!r}: {count!r}}}: the number of slices must be an int of at least 2.")
-    n = len(program.eqns)
-    start, stop = (0, n) if isinstance(key, int) else _named_run(program, key)
-    seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(program, start, stop)
-    found, refused = _follow_all(program, start, stop, seeds)
-    widest = max(sum(program.graph.values[v].n_bytes for v in n.outputs) for n in program.graph.nodes[start:stop])
+    within, part, (start, stop) = (
+        ((), program, (0, len(program.eqns))) if isinstance(key, int) else _named(program, key)
+    )
+    seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(part, start, stop)
+    found, refused = _follow_all(part, start, stop, seeds)
+    widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
     found = [f for f in found if 2 * f.carried_bytes > widest]
     if not found:
         raise ChunksError(_refusal(key, refused))
     best = max(found, key=lambda f: f.carried_bytes)
     if best.axis.length < count:
         raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {best.axis.length} units.")
-    return best.slices(program, count)
+    return replace(best, within=within, weight=_weight(program, within)).slices(program, count)
 
 
 def _refusal(key: Any, refused: Sequence[NotIndependent]) -> str:
@@ -148,59 +196,109 @@ def _refusal(key: Any, refused: Sequence[NotIndependent]) -> str:
     return f"{told}which is not independent. {refused[0]}. Name another axis, or leave it out."
 
 
-def _named_run(program: Program, name: Any) -> tuple[int, int]:
-    """The run of equations in a named scope, or in a function of that name."""
-    nodes = program.graph.nodes
-    at = [node.index for node in nodes if name in node.scope.split("/") or f"({name})" in node.source]
-    if not at:
-        scopes = sorted({part for node in nodes for part in node.scope.split("/") if part})
-        raise ChunksError(
-            f"chunks= names {name!r}, but no equation stands in a named scope or function of that name. Scopes are "
-            f"{', '.join(map(repr, scopes[:8])) or 'none'}. Put jax.named_scope({name!r}) round the equations."
-        )
-    return at[0], at[-1] + 1
+def _named(program: Program, name: Any) -> tuple[tuple[tuple[int, int], ...], Program, tuple[int, int]]:
+    """The run of equations in a named scope, or in a function of that name, and the body that it stands in."""
+    places = list(_places(program))
+    for within, part in places:
+        nodes = part.graph.nodes
+        at = [node.index for node in nodes if name in node.scope.split("/") or f"({name})" in node.source]
+        at = [i for i in at if nodes[i].primitive not in LOOPS] or at  # of a loop its body is meant
+        if at:
+            return within, part, (at[0], at[-1] + 1)
+    scopes = sorted({word for _, part in places for node in part.graph.nodes for word in node.scope.split("/") if word})
+    raise ChunksError(
+        f"chunks= names {name!r}, but no equation stands in a named scope or function of that name. Scopes are "
+        f"{', '.join(map(repr, scopes[:8])) or 'none'}. Put jax.named_scope({name!r}) round the equations."
+    )
+
+
+def _places(program: Program, within: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Any, Program]]:
+    """A program, and the bodies of its loops and conditionals, by where they stand."""
+    yield within, program
+    for node in find_nested(program):
+        for number, body in enumerate(bodies_of_node(program, node)):
+            yield from _places(body, (*within, (node, number)))
+
+
+def _weight(program: Program, within: Sequence[tuple[int, int]]) -> float:
+    """FLOPs of the loops that a body stands in for each of its own."""
+    weight = 1.0
+    for node, number in within:
+        body = bodies_of_node(program, node)[number]
+        weight *= program.graph.nodes[node].flops / max(sum(inner.flops for inner in body.graph.nodes), 1.0)
+        program = body
+    return weight
 
 
 def _label(program: Program, start: int, stop: int) -> str:
-    """What a run is called: the whole function, or the scope or the line of its widest value."""
+    """What a run is called: the whole function if that is a loss, or the scope or the line of its widest value."""
     nodes = program.graph.nodes[start:stop]
-    if stop - start == len(program.graph.nodes):
+    if stop - start == len(program.graph.nodes) and program.loss is not None:
         return "whole function"
     widest = max(nodes, key=lambda node: sum(program.graph.values[v].n_bytes for v in node.outputs))
     if widest.scope:
         return widest.scope.split("/")[-1]
-    kind = "head" if stop == len(program.graph.nodes) else "run"
+    kind = "head" if stop == len(program.graph.nodes) and program.loss is not None else "run"
     return f"{kind} at {widest.source}" if widest.source else kind
 
 
-def _wide_runs(program: Program, n_bytes: int) -> list[Found]:
+def _wide_runs(program: Program, n_bytes: int, least: int) -> list[Found]:
     """Disjoint runs round the widest values, each with its best axis; alike runs all of them."""
-    graph, n = program.graph, len(program.eqns)
-    cuts, last = find_cuts(graph), graph.last_uses()
-    most = int(live_bytes(graph).max(initial=1))
-    made = [v for v in graph.values if v.producer is not None and v.n_bytes > WIDE_SHARE * min(most, n_bytes)]
+    graph = program.graph
+    live, last = live_bytes(graph), graph.last_uses()
+    wide = max(LEAST_BYTES, min(PEAK_SHARE * int(live.max(initial=1)), WIDE_SHARE * n_bytes))
+    made = [v for v in graph.values if v.producer is not None and v.n_bytes > NARROW * wide]
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[:FEW_VALUES]
     found: list[Found] = []
     for value in sorted(made, key=lambda v: (-v.n_bytes, v.index)):
-        producer, stop = value.producer or 0, min(last[value.index] + 1, n)
+        producer, stop = value.producer or 0, min(last[value.index] + 1, len(graph.nodes))
         if value.n_bytes not in sizes or any(f.start < stop and producer < f.stop for f in found):
             continue
-        a, b = max(c for c in cuts if c <= producer), min(c for c in cuts if c >= stop)
-        wider = ((a, n), (producer, n)) if b == n else ()
-        for run in dict.fromkeys((*wider, (a, b), (producer, stop))):
+        if live[producer : stop + 1].max() <= wide or graph.nodes[producer].primitive in LOOPS:
+            continue
+        for run in _spans(program, live, value, stop):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
             axes, _ = _follow_all(program, run[0], run[1], _seeds(program, *run))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
-                found.append(max(axes, key=lambda axis: axis.carried_bytes))
+                found.append(max(axes, key=lambda f: (min(f.rows // least, f.axis.length, MANY), f.carried_bytes)))
                 break
     return found
 
 
+def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Iterator[tuple[int, int]]:
+    """Runs round a value, the longest first; to the end of the program first of all if that is a loss."""
+    n, cuts = len(program.eqns), find_cuts(program.graph)
+    producer = value.producer or 0
+    starts = _reach(program, live, range(producer, -1, -1), value.n_bytes, max(c for c in cuts if c <= producer))
+    stops = _reach(program, live, range(stop, n + 1), value.n_bytes, min(c for c in cuts if c >= stop))
+    ends = (n, *stops) if program.loss is not None else stops
+    yield from dict.fromkeys((a, b) for b in ends for a in starts)
+
+
+def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes: int, cut: int) -> tuple[int, ...]:
+    """Where a run may end in one direction, the farthest first.
+
+    It goes on until little is alive beside the value, and from there as far as nothing costly follows, so that casts
+    of weights and what maps elements run in the slices too. It never takes in a loop. Where nowhere little is alive it
+    ends at a cut.
+    """
+    nodes = program.graph.nodes
+    nearest, lowest = None, live[positions[0]]
+    for here, there in pairwise((positions[0], *positions)):
+        node, is_low = nodes[min(here, there, len(nodes) - 1)], nearest is not None
+        if there != here and (node.primitive in LOOPS or (is_low and node.is_costly)):
+            break
+        if LITTLE * live[there] <= n_bytes and (not is_low or live[there] <= lowest):
+            nearest, farthest, lowest = there if nearest is None else nearest, there, live[there]
+    return tuple(dict.fromkeys((cut, positions[0]) if nearest is None else (farthest, nearest, positions[0])))
+
+
 def _count(found: Found, n_bytes: int, least: int) -> int:
     """In how many slices a run is executed: as few as leave it a small share of the budget, in large products."""
-    share = WIDE_SHARE if found.start else 1 / 2  # the whole function leaves nothing but its slices
+    is_whole = found.is_head and not found.start
+    share = 1 / 2 if is_whole else WIDE_SHARE  # the whole function leaves nothing but its slices
     needed = found.carried_bytes / max(1.0, share * n_bytes)
     wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
     return min(wanted, found.rows // least, found.axis.length)
@@ -248,7 +346,10 @@ def _follow_all(
             continue
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
-        found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, _rows(axis))
+        run = partial(trace_run, program, start, stop)
+        is_head = program.loss is not None and stop == len(program.eqns)
+        found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, _rows(axis), run,
+                           _label(program, start, stop), is_head)  # fmt: skip
     return list(found.values()), refused
 
 

@@ -28,7 +28,7 @@ from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.emission.chunks import first, flat, joined
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow_all
-from jaxsub.jaxpr.axis_rules import Place
+from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
 from jaxsub.jaxpr.trace import aval_bytes
 

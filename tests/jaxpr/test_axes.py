@@ -9,7 +9,7 @@ from random_chunks import along
 
 from jaxsub.jaxpr import axis_rules
 from jaxsub.jaxpr.axes import NotIndependent
-from jaxsub.jaxpr.axis_rules import Place, Total
+from jaxsub.jaxpr.axis_places import Place, Total
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(6, 4, 3)), jnp.float32)
@@ -177,6 +177,30 @@ def test_there_are_rules_for_seventy_primitives():
     """The rules cover at least seventy primitives beside those that hold jaxprs."""
     names = {*axis_rules.ELEMENTWISE, *axis_rules.LINALG, *axis_rules.WINDOWS, *axis_rules.RULES}
     assert len(names) >= 70
+
+
+def test_what_a_slice_leaves_out_is_left_out():
+    """Of an axis whose last units a slice leaves out, as next-token losses do, the first run in slices."""
+
+    def loss(x, w, y):
+        logits = jnp.tanh(x) @ w
+        losses = jax.nn.logsumexp(logits[:, :-1], -1) - jnp.take_along_axis(logits[:, :-1], y[:, 1:, None], -1)[..., 0]
+        return losses.mean()
+
+    w = jnp.asarray(RNG.normal(size=(3, 5)), jnp.float32)
+    axis, chunked = along(loss, X, w, IDX, dim=1)
+    assert axis.length == 3
+    got, wanted = (jax.jit(jax.value_and_grad(f, (0, 1)))(X, w, IDX) for f in (chunked(2), loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: (x[:, :-1].sum(), (x * 2).sum()), lambda x: (x[:, :-1].sum(), x + 1), lambda x: x[:, 1:].sum()]
+)
+def test_what_a_slice_leaves_out_may_not_be_read(f):
+    """Where all of an axis is read too, or its first units are left out, it is not independent."""
+    with pytest.raises(NotIndependent, match=r"part of the axis|of which a slice takes a part"):
+        along(f, X, dim=1)
 
 
 def test_units_are_as_coarse_as_reshapes_need():

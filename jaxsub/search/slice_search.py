@@ -1,0 +1,201 @@
+"""Choose which runs to execute in slices: from sets of runs (`jaxsub.search.slicing`) and a budget to a plan.
+
+Each set makes a program in which these runs are one equation each, and that is planned like any other: first by
+prediction alone, which says what recomputes least; the most promising are then planned with the compiler. A set is
+looked at where the program without slices does not fit or recomputes more than a little. Where that is predicted to
+need far more than the budget, sets come first and the program without slices is not compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Inside, Slices
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
+from jaxsub.devices.targets import Target
+from jaxsub.emission.folding import program_of_slice, with_slices
+from jaxsub.jaxpr.order import equation_digests
+from jaxsub.jaxpr.trace import Program
+from jaxsub.search.candidates import recomputed_share
+from jaxsub.search.slicing import Chunks, asked, candidates
+
+Whole = Callable[[Program, Budget, bool], Plan]
+"""Plans a program for a budget, as it stands; where told so, by prediction alone."""
+
+Runs = tuple[Slices, ...]
+
+CORRECTIONS = 4
+"""How often a plan inside slices is made, each time for as much less than one needs as all need over the budget."""
+
+LITTLE_EXTRA = 0.05
+"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
+
+MOST_SETS = 3
+"""How many sets are planned with the compiler, each in a few compiles, before the best is taken or all is refused."""
+
+
+def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
+    """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can.
+
+    Args:
+        program: The program.
+        target: What it is planned for.
+        budget: The budget.
+        chunks: What the user asks for.
+        whole: Plans a program as it stands.
+
+    Raises:
+        InfeasibleBudgetError: If nothing fits; the least that it names is met when it is asked for.
+        ChunksError: If what the user asks for by name or axis cannot be done.
+    """
+    if isinstance(chunks, Mapping):
+        return _in_slices(program, asked(program, chunks), budget, whole, False)
+    search = _Search(program, target, budget, chunks is True, whole)
+    search.run()
+    if not search.plans:
+        raise search.refusal()
+    best = min(search.plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
+    return search.beside_plain(best)
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """Plans that fit and refusals, those of the program without slices first."""
+
+    program: Program
+    target: Target
+    budget: Budget
+    is_asked: bool
+    whole: Whole
+    plans: list[Plan] = field(init=False, default_factory=list)
+    refusals: list[InfeasibleBudgetError] = field(init=False, default_factory=list)
+
+    def run(self) -> None:
+        """Plan the program without slices, and where that is not enough the sets that are predicted to be best."""
+        is_far = self._is_far()
+        if not is_far:
+            self._try(self.program)
+        if self.budget == Budget() and not self.is_asked:
+            return
+        if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= LITTLE_EXTRA:
+            return
+        sets = dict.fromkeys(candidates(self.program, self.target, self.n_bytes))
+        for _ in range(MOST_SETS):
+            if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
+                break
+            sets.pop(found[1])
+            self._try(found[1])
+        if is_far and not self.plans and min((r.least_bytes for r in self.refusals), default=0) == 0:
+            self._try(self.program)
+
+    @property
+    def n_bytes(self) -> int:
+        """The budget in bytes."""
+        if self.budget.n_bytes is not None:
+            return self.budget.n_bytes
+        if self.refusals:
+            return self.refusals[0].requested_bytes
+        plain = self.plans[0].plain_measurement or self.plans[0].plain_prediction if self.plans else None
+        return max(1, int((self.budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
+
+    def _is_far(self) -> bool:
+        """Whether the program without slices is predicted to need far more than the budget."""
+        if self.budget.n_bytes is None or not next(candidates(self.program, self.target, self.budget.n_bytes), ()):
+            return False
+        try:
+            self.whole(self.program, self.budget, True)
+        except InfeasibleBudgetError as refused:
+            return refused.least_bytes > TUNING.plain_far * self.budget.n_bytes
+        return False
+
+    def _bounded(self) -> Budget:
+        return self.budget if self.budget == Budget() else Budget(self.n_bytes)
+
+    def _predicted(self, sets: Iterable[Runs]) -> Iterator[tuple[tuple[bool, float, float], Runs]]:
+        """Sets worth compiling, with whether they are predicted not to fit, what they recompute, and a rank."""
+        most = min(map(recomputed_share, self.plans), default=math.inf) - TUNING.compile_gain
+        for number, runs in enumerate(sets):
+            try:
+                plan = _in_slices(self.program, runs, self._corrected(), self.whole, True)
+            except InfeasibleBudgetError as refused:
+                if not self.plans:
+                    yield (True, 0.0, refused.least_bytes), runs
+            else:
+                if recomputed_share(plan) < most or (self.is_asked and not self.plans):
+                    yield (False, round(recomputed_share(plan), 3), number), runs
+
+    def _corrected(self) -> Budget:
+        """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it."""
+        if self.budget == Budget():
+            return self.budget
+        pairs = [(p.prediction.temp_bytes, p.measurement.temp_bytes) for p in self.plans
+                 if p.slices and p.prediction and p.measurement]  # fmt: skip
+        return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
+
+    def _try(self, what: Program | Runs) -> None:
+        try:
+            if isinstance(what, Program):
+                self.plans.append(self.whole(what, self.budget, False))
+            else:
+                self.plans.append(_in_slices(self.program, what, self._bounded(), self.whole, False))
+        except InfeasibleBudgetError as refused:
+            self.refusals.append(refused)
+
+    def refusal(self) -> InfeasibleBudgetError:
+        """The refusal that names the least budget which is met when it is asked for; other budgets have other sets."""
+        first = self.refusals[0]
+        for refused in sorted(self.refusals, key=lambda refused: refused.least_bytes):
+            again = _Search(self.program, self.target, Budget(refused.least_bytes), self.is_asked, self.whole)
+            if refused is not first or again._is_far():
+                again.run()
+                if not again.plans:
+                    continue
+            return refused
+        return first
+
+    def beside_plain(self, plan: Plan) -> Plan:
+        """The plan with the user's budget, and what the program needs without a plan and without slices."""
+        if not plan.slices:
+            return plan
+        known = next((p for p in self.plans if not p.slices), None)
+        return plan.replace(budget=self.budget, plain_measurement=known.plain_measurement if known else None)
+
+
+def _need(plan: Plan) -> int:
+    found = plan.measurement or plan.prediction
+    return found.temp_bytes if found is not None else 0
+
+
+def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
+    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
+    n_bytes, room = budget.n_bytes, 0
+    for _ in range(CORRECTIONS):
+        try:
+            plan = whole(with_slices(program, runs), budget, is_trusted)
+        except InfeasibleBudgetError as refused:
+            is_all = [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
+            if not is_all or n_bytes is None:
+                raise
+            room = room - (refused.least_bytes - n_bytes) if room else n_bytes
+            last = refused
+        else:
+            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs),
+                                equations=equation_digests(program))  # fmt: skip
+        try:
+            run, room = _planned_inside(program, runs[0], room, whole, is_trusted)
+        except InfeasibleBudgetError:  # its budget is that of a slice: the user is told of the whole
+            raise last from None
+        runs = (run,)
+    raise last
+
+
+def _planned_inside(program: Program, run: Slices, room: int, whole: Whole, is_trusted: bool) -> tuple[Slices, int]:
+    """A run in slices, each of them planned for so many bytes, and what one needs."""
+    plan = whole(program_of_slice(program, run), Budget(max(1, room)), is_trusted)
+    extra = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+    return replace(run, inside=Inside(plan.segments, plan.barriers, plan.loops), extra_share=extra), _need(plan)
