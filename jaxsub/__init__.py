@@ -1,6 +1,7 @@
 """jaxsub: a loss and a memory budget go in; the same function comes out, with a gradient that fits."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxsub.core.plan import Plan
     from jaxsub.devices import targets
     from jaxsub.diagnosis.doctor import doctor
+    from jaxsub.step.device import OutOfMemoryError
     from jaxsub.step.jit import jit
     from jaxsub.step.max_batch import max_batch
 
@@ -34,6 +36,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "JaxsubError",
     "Measurement",
+    "OutOfMemoryError",
     "Plan",
     "PlanMismatchError",
     "PlannerError",
@@ -61,10 +64,11 @@ _HOMES = {
     "api.sublinear": ("Sublinear", "measure", "plan", "sublinear"),
     "core.budget": ("Budget",),
     "core.decisions": ("Segment",),
-    "core.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "core.errors": tuple(name for name in __all__ if name.endswith("Error") and name != "OutOfMemoryError"),
     "core.measurement": ("Measurement",),
     "core.plan": ("Plan",),
     "diagnosis.doctor": ("doctor",),
+    "step.device": ("OutOfMemoryError",),
     "step.jit": ("jit",),
     "step.max_batch": ("max_batch",),
 }
@@ -73,6 +77,8 @@ _MODULES = {name: name for name in ("equinox", "flax", "planners", "policies")} 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import jaxsub.core` needs no JAX, only `jaxsub.flax` needs Flax."""
+    if name == "__version__":
+        return importlib.metadata.version("jaxsub")
     home = next((module for module, names in _HOMES.items() if name in names), _MODULES.get(name))
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,7 @@ import jaxsub
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
 core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain passes output_reuse
-    timeline
-    simulate folder disk_cache plan
+    timeline simulate folder disk_cache stored figures plan step_plan
 allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
@@ -32,7 +31,7 @@ costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fu
 search: __init__ bracket by_hand slicing belonging candidates name_overrides verify budget_search slice_search
     repeated_effects plan_cache progress pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
-step: __init__ fused_update sizing report jit max_batch
+step: __init__ fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__

@@ -32,6 +32,11 @@ class Measurement(Shown):
     target: str
     host_temp_bytes: int = 0
 
+    @property
+    def step_bytes(self) -> int:
+        """What the program takes of a device: arguments, outputs and temporaries, without outputs in donated memory."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
     def faults(self) -> list[str]:
         """Figures that no compiler reports, each by its field.
 

@@ -13,21 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
-from jaxsub.core import codec
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
 from jaxsub.core.decisions import Segment, Slices, Way, walk
+from jaxsub.core.figures import Difference, compare, plan_figures, scalars
 from jaxsub.core.graph import Graph
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.shown import Shown
 from jaxsub.core.simulate import check_runs, predict
+from jaxsub.core.stored import Stored
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
-SCHEMA = 2
 DIGITS = 12  # hexadecimal, for each equation: two of some thousands are hardly ever alike by chance
 MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
 MOST_FAULTS = 8  # how many faults of a plan are named
@@ -51,7 +50,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Shown):
+class Plan(Shown, Stored):
     """What to save, what to recompute, and where the barriers stand.
 
     Attributes:
@@ -76,6 +75,9 @@ class Plan(Shown):
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
+
+    kind: ClassVar[str] = "jaxsub_plan"
+    remedy: ClassVar[str] = "jaxsub.plan"
 
     fingerprint: str
     budget: Budget
@@ -205,36 +207,27 @@ class Plan(Shown):
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 
-    def to_json(self) -> str:
-        """Serialise as JSON text."""
-        return codec.write(self, indent=1, jaxsub_plan=SCHEMA)
+    def diff(self, other: Plan) -> Difference:
+        """What another plan decides otherwise: figures, saved values, recomputed equations; print it.
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Plan:
-        """Load what `to_json` wrote; all of it is checked but whether it fits a function, which its use does.
+        Args:
+            other: The plan to compare with.
 
-        Raises:
-            ValueError: If the text is no plan, or one of another version; it names the field that is wrong.
+        Example:
+            >>> plan = Plan("f", Budget(), 4, (Segment(0, 2),))
+            >>> bool(plan.diff(plan)), plan.diff(plan.replace(segments=())).recomputed
+            (False, (('equations 0 to 0',), ()))
         """
-        data = codec.parse(text)
-        if not isinstance(data, dict) or data.pop("jaxsub_plan", None) != SCHEMA:
-            raise ValueError(f"this is no jaxsub plan of version {SCHEMA}; make it anew with jaxsub.plan")
-        plan = cast(Plan, codec.convert(data, cls))
-        if faults := plan.faults():
-            raise ValueError(f"these fields of the plan cannot be, make it anew with jaxsub.plan: {'; '.join(faults)}")
-        return plan
+        return compare(self, other)
 
-    def save(self, path: str) -> None:
-        """Write the plan to a file, as JSON."""
-        Path(path).write_text(self.to_json(), "utf-8")
+    def metrics(self) -> dict[str, float]:
+        """Its figures by name, for TensorBoard and its like: `jaxsub/measured_bytes`, `jaxsub/recomputed_share`.
 
-    @classmethod
-    def load(cls, path: str) -> Plan:
-        """Read a plan that `save` wrote; of a file that is none, a `ValueError` names the field that is wrong."""
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        Example:
+            >>> Plan("f", Budget(), 4, (Segment(0, 2),)).metrics()["jaxsub/recomputed_equations"]
+            1.0
+        """
+        return scalars(plan_figures(self))
 
     def replace(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""

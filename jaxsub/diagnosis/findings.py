@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxsub.core.budget import format_bytes
 from jaxsub.core.measurement import Measurement
-
-COLUMNS = 80
+from jaxsub.core.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """What is wrong with a loss or a step; print it.
 
     Attributes:
@@ -51,12 +48,6 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     measurement: Measurement | None
     not_looked_at: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
-        printer.text("Diagnosis(...)" if cycle else str(self))  # type: ignore[attr-defined]
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -72,20 +63,3 @@ def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         same.setdefault(replace(finding, n_bytes=0, count=1), []).append(finding)
     merged = (replace(f, n_bytes=sum(m.n_bytes for m in many), count=len(many)) for f, many in same.items())
     return tuple(sorted(merged, key=lambda f: -f.n_bytes))
-
-
-def _lines(found: Diagnosis) -> Iterator[str]:
-    subject = "step" if found.is_step else "gradient"
-    taken = f": {found.measurement}" if found.measurement is not None else ", not compiled"
-    yield from textwrap.wrap(f"jaxsub doctor, the {subject}{taken}", COLUMNS)
-    if not found.findings:
-        yield "No fault was found."
-    for number, finding in enumerate(found.findings, 1):
-        how = "measured" if finding.is_measured else "at most"
-        often = f" ({finding.count} ×)" if finding.count > 1 else ""
-        head = f"{number:>2}. {format_bytes(finding.n_bytes):>10} {how:<9} {finding.kind}{often}"
-        yield head + (f", {finding.source}" if finding.source else "")
-        yield from textwrap.wrap(finding.what, COLUMNS, initial_indent=" " * 4, subsequent_indent=" " * 4)
-        yield f"    fix: {finding.fix}"
-    for left_out in found.not_looked_at:
-        yield from textwrap.wrap(f"not looked at: {left_out}", COLUMNS, subsequent_indent=" " * 4)

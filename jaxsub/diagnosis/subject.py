@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
+import jax.core
 import jax.extend.core as jex_core
 from jax.sharding import NamedSharding
 

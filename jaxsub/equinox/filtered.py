@@ -18,9 +18,11 @@ import jax
 
 from jaxsub import policies
 from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import P, R, Wrapped
 from jaxsub.jaxpr.static_leaves import Static
 from jaxsub.step import jit as step
+from jaxsub.step.options import with_options
 from jaxsub.step.report import StepReport
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
@@ -113,7 +115,7 @@ def filter_jit(
         return Jitted(fun, memory, donate, options)
     if told := sorted(options.keys() - inspect.signature(jax.jit).parameters.keys()):
         raise TypeError(f"{told[0]}= says how to size a step, or nothing at all; say what it may take, too: memory=.")
-    return eqx.filter_jit(fun, donate=donate, **step.with_options(options))
+    return eqx.filter_jit(fun, donate=donate, **with_options(options))
 
 
 class Jitted(Wrapped[P, R]):
@@ -152,6 +154,13 @@ class Jitted(Wrapped[P, R]):
         static, arrays = self._split(args, kwargs)
         with self._warnings():
             found: StepReport = self._step.report(static, **arrays)
+            return found
+
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+        """What was decided, as `jaxsub.step.jit.Step.plan` has it: `filter_jit(memory=..., plan=...)` takes it."""
+        static, arrays = self._split(args, kwargs)
+        with self._warnings():
+            found: StepPlan = self._step.plan(static, **arrays)
             return found
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Static, dict[str, Any]]:

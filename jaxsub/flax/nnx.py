@@ -237,7 +237,7 @@ class Jitted(Wrapped[P, R]):
     def __init__(self, fun: Callable[P, R], memory: Any, options: dict[str, Any]):
         functools.update_wrapper(self, fun)
         self.fun, self._memory, self._options = fun, memory, options
-        self._step = step.jit(_step_of_arrays(fun), memory=memory, **options)
+        self._step: Any = step.jit(_step_of_arrays(fun), memory=memory, **options)
 
     def made_of(self) -> tuple[Any, ...]:
         """What an equal one is made of."""
@@ -262,11 +262,18 @@ class Jitted(Wrapped[P, R]):
 
         Modules and optimizers may be those of `nnx.eval_shape`, which hold shapes in the place of arrays.
         """
-        if self._memory is None:
-            raise ValueError('report() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
+        return self._asked("report", args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """What was decided, as `jaxsub.step.jit.Step.plan` has it: `jit(plan=...)` takes it."""
+        return self._asked("plan", args, kwargs)
+
+    def _asked(self, method: str, args: Any, kwargs: Any) -> Any:
+        if not isinstance(self._step, step.Step):
+            raise ValueError(f'{method}() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
-            return self._step.report(*pure_args, **pure_kwargs)
+            return getattr(self._step, method)(*pure_args, **pure_kwargs)
 
 
 def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:

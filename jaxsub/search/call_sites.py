@@ -18,6 +18,7 @@ import jax
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.order import ordered_as
 from jaxsub.jaxpr.trace import Program, as_wide_as
 from jaxsub.search.pipeline import Settings, can_plan, make_plan, untouched
 
@@ -52,29 +53,35 @@ class Trial:
     Attributes:
         target: What the step is planned for, and so are functions in it that name no target themselves.
         plans: Plans by fingerprint; a function without one here has its own.
+        are_given: Whether the plans were made before: a function that has one is not planned by itself.
         sites: The sublinear functions that the trace has met, by fingerprint.
         calls: How often it has met each.
     """
 
     target: Target
     plans: Mapping[str, Plan] = field(default_factory=dict)
+    are_given: bool = False
     sites: dict[str, Site] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def plan(self, name: str, program: Program, settings: Settings) -> Plan:
         """Take note of a function and give it its plan."""
+        if self.are_given:  # in the order of the plan that is given, which a library may have changed
+            known = (ordered_as(program, plan) for plan in self.plans.values())
+            program = next((p for p in known if p.fingerprint in self.plans), program)
         key = program.fingerprint
         if key not in self.sites:
             chosen = replace(settings, target=self.target if settings.target is None else settings.target)
-            self.sites[key] = _site(name, replace(program, consts=()), chosen)
+            given = self.plans.get(key) if self.are_given else None
+            self.sites[key] = _site(name, replace(program, consts=()), chosen, given)
         self.calls[key] = self.calls.get(key, 0) + 1
         return self.plans.get(key, self.sites[key].own)
 
 
-def _site(name: str, program: Program, settings: Settings) -> Site:
+def _site(name: str, program: Program, settings: Settings, given: Plan | None) -> Site:
     is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
-    own = make_plan(program, settings) if is_fixed or is_bounded else untouched(program)
+    own = given or (make_plan(program, settings) if is_fixed or is_bounded else untouched(program))
     axes = compat.axes_in_scope()
 
     @contextlib.contextmanager

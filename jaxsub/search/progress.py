@@ -39,8 +39,12 @@ class Progress:
 
 
 def tell(plan: Plan, seconds: float) -> None:
+    """Say what was decided for a function."""
+    say(summary(plan), seconds)
+
+
+def say(line: str, seconds: float) -> None:
     """Say in a line what was decided: through `logging`, and on a terminal where it took long."""
-    line = summary(plan)
     LOGGER.info(line)
     if seconds > LONG_SECONDS and sys.stderr.isatty():
         sys.stderr.write(f"jaxsub: {line}\n")

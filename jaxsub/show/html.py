@@ -26,7 +26,8 @@ MOST_BYTES = 190_000
 LABEL_LENGTH = 120
 MOST_ROWS = 8
 TEMPLATES = {"Plan": "plan", "Frontier": "frontier", "Explanation": "explanation", "StepReport": "report",
-             "Measurement": "measurement", "Residuals": "residuals"}  # fmt: skip
+             "Measurement": "measurement", "Residuals": "residuals", "StepPlan": "step_plan",
+             "Difference": "difference", "Diagnosis": "diagnosis"}  # fmt: skip
 """The template of each class."""
 
 

@@ -16,6 +16,9 @@ from jaxsub.show.curves import Row, alike, curves, is_cheap, merged
 if TYPE_CHECKING:
     from jaxsub.api.explain import Explanation, Group, Residuals
     from jaxsub.api.frontier import Frontier, Point
+    from jaxsub.core.figures import Difference
+    from jaxsub.core.step_plan import StepPlan
+    from jaxsub.diagnosis.findings import Diagnosis
     from jaxsub.step.report import Held, StepReport
 
 COLUMNS = 80
@@ -326,6 +329,50 @@ def _residual_words(found: Residuals) -> str:
     return "\n".join(f"{format_bytes(row.n_bytes):>10} {row.count:>4} x  {row.label}" for row in rows)
 
 
+def _diagnosis_lines(found: Diagnosis) -> Iterator[str]:
+    """What is wrong with a loss or a step, those faults first that cost most, each with its fix."""
+    subject = "step" if found.is_step else "gradient"
+    taken = f": {found.measurement}" if found.measurement is not None else ", not compiled"
+    yield from textwrap.wrap(f"jaxsub doctor, the {subject}{taken}", COLUMNS)
+    if not found.findings:
+        yield "No fault was found."
+    for number, finding in enumerate(found.findings, 1):
+        how = "measured" if finding.is_measured else "at most"
+        often = f" ({finding.count} ×)" if finding.count > 1 else ""
+        where = f", {finding.source}" if finding.source else ""
+        yield f"{number:>2}. {format_bytes(finding.n_bytes):>10} {how:<9} {finding.kind}{often}{where}"
+        yield from textwrap.wrap(finding.what, COLUMNS, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        yield f"    fix: {finding.fix}"
+    for left_out in found.not_looked_at:
+        yield from textwrap.wrap(f"not looked at: {left_out}", COLUMNS, subsequent_indent=" " * 4)
+
+
+def _difference_lines(found: Difference, indent: str = "") -> Iterator[str]:
+    """The figures, saved values and recomputed equations in which two plans differ."""
+    if not found:
+        yield f"{indent}The plans decide the same."
+        return
+    if not found.is_same_program:
+        yield f"{indent}The plans are of different programs, or of different shapes."
+    if found.rows:
+        yield f"{indent}{'':<25} {'this':>12} {'other':>12}"
+    for row in found.rows:
+        name, this, other = row.words
+        yield f"{indent}{name:<25} {this:>12} {other:>12}"
+    yield from (f"{indent}{name:<25} {words}"[:COLUMNS] for name, words in found.alone)
+    for name, part in found.parts:
+        yield f"{indent}{name}:"
+        yield from _difference_lines(part, indent + "  ")
+
+
+def _step_plan_lines(found: StepPlan) -> Iterator[str]:
+    before, after = (format_bytes(m.step_bytes) for m in (found.plain_measurement, found.measurement))
+    yield f"jaxsub step plan: {before} -> {after} of {format_bytes(found.memory_bytes)} ({found.measurement.target})"
+    for site in found.sites:
+        often = f", called {site.calls} times" if site.calls > 1 else ""
+        yield f"{site.name}{often}: {plan_words(site.plan)}"
+
+
 def words_of(thing: Any) -> str:
     """What `print` shows of a thing that shows itself, by the name of its class."""
     describe_it: Callable[[Any], str] = next(WORDS[c.__name__] for c in type(thing).__mro__ if c.__name__ in WORDS)
@@ -339,4 +386,7 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "Explanation": describe_explanation,
     "Residuals": _residual_words,
     "StepReport": lambda found: "\n".join(_report_lines(found)),
+    "StepPlan": lambda found: "\n".join(_step_plan_lines(found)),
+    "Difference": lambda found: "\n".join(_difference_lines(found)),
+    "Diagnosis": lambda found: "\n".join(_diagnosis_lines(found)),
 }

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 

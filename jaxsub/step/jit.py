@@ -9,12 +9,11 @@ the step, finds its plans, and compiles only what runs.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar, overload
 
@@ -24,30 +23,30 @@ import jax.numpy as jnp
 from jaxsub.api.sublinear import AnyCache, type_of
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import code_digest, key_of, open_store
-from jaxsub.core.errors import BudgetError
+from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.devices.aot import cross_compile, lowered_text
 from jaxsub.devices.compile import measurement
-from jaxsub.devices.targets import Target, get_target
+from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.arguments import Statics
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.order import equation_digests, unordered_digest, unordered_fingerprint
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.plan_cache import find_plan, put_plan
-from jaxsub.search.progress import Progress
+from jaxsub.search.progress import Progress, say
 from jaxsub.search.verify import recalled
-from jaxsub.step.fused_update import Findings, donated_leaves, with_fused_updates
+from jaxsub.step.device import device_bytes, explaining
+from jaxsub.step.fused_update import Findings
+from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
+from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, with_options
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing, step_bytes
 
 R_co = TypeVar("R_co", covariant=True)
 AnyMemory = str | float | Budget
-
-JAX_SHARE = 0.75
-"""What JAX takes of a GPU's memory unless it is told otherwise (its page "GPU memory allocation")."""
+AnyStepPlan = StepPlan | str | os.PathLike[str]
 
 
 class Jitted(Protocol[P, R_co]):
@@ -71,28 +70,43 @@ class Jitted(Protocol[P, R_co]):
 
 
 @overload
-def jit(fun: Callable[P, R], *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Jitted[P, R]: ...  # fmt: skip
+def jit(fun: Callable[P, R], *, memory: None = None, plan: None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Jitted[P, R]: ...  # fmt: skip
 
 
 @overload
-def jit(fun: Callable[P, R], *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
+def jit(fun: Callable[P, R], *, memory: AnyMemory, plan: AnyStepPlan | None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
 
 
 @overload
-def jit(fun: None = None, *, memory: None = None, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        fuse_updates: bool | None = None,
+def jit(fun: Callable[P, R], *, plan: AnyStepPlan, memory: AnyMemory | None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Step[P, R]: ...  # fmt: skip
+
+
+@overload
+def jit(fun: None = None, *, memory: None = None, plan: None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
         **jit_kwargs: Any) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...  # fmt: skip
 
 
 @overload
-def jit(fun: None = None, *, memory: AnyMemory, target: Any = None, cache: AnyCache = True, progress: bool = True,
-        fuse_updates: bool | None = None, **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
+def jit(fun: None = None, *, memory: AnyMemory, plan: AnyStepPlan | None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
 
 
-def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = None, target: Any = None,
-        cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+@overload
+def jit(fun: None = None, *, plan: AnyStepPlan, memory: AnyMemory | None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
+        **jit_kwargs: Any) -> Callable[[Callable[P, R]], Step[P, R]]: ...  # fmt: skip
+
+
+def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = None, plan: AnyStepPlan | None = None,
+        target: Any = None, cache: AnyCache = True, progress: bool = True, fuse_updates: bool | None = None,
         **jit_kwargs: Any) -> Any:  # fmt: skip
     """`jax.jit` for train steps: one that fits a device's memory, and that the CPU's compiler does not undo.
 
@@ -104,9 +118,11 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
 
     Args:
         fun: The function, usually a whole train step. Left out, a decorator is returned.
-        memory: What the step may take of a device: `"24GiB"`, an int of bytes; `"device"` for what the device has (of
-            a GPU that is not there, the three quarters that JAX takes by default); a float in (0, 1], the fraction of
-            what it takes unplanned; or `None` for as much as it takes.
+        memory: What the step may take of a device: `"24GiB"`, an int of bytes; `"device"` for what the device has, as
+            `jaxsub targets` lists it (of an absent GPU the three quarters that JAX takes by default); a float in
+            (0, 1], the fraction of what it takes unplanned; or `None` for as much as it takes.
+        plan: A plan that `step.plan(*args)` made before, or the path of one that `StepPlan.save` wrote: nothing is
+            searched. `memory` is then the plan's own unless it is given.
         target: The device to plan and verify for, such as `"h100"`; calls run on the device in use, under the plans
             that were found. `None` for the device in use.
         cache: Where prices are kept, as for `jaxsub.sublinear`.
@@ -117,15 +133,18 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
         **jit_kwargs: As for `jax.jit`: `donate_argnums`, `static_argnames`, `in_shardings` and so on.
 
     Returns:
-        The compiled function, as `jax.jit` makes it; with `memory`, a `jaxsub.step.jit.Step`, whose `report(*args)`
-        says what the step takes and what was done.
+        The compiled function, as `jax.jit` makes it; with `memory` or `plan`, a `jaxsub.step.jit.Step`, whose
+        `report(*args)` says what the step takes and what was done, and whose `plan(*args)` can be stored.
 
     Raises:
-        BudgetError: If `memory` cannot be read, or the device does not say what it has.
+        BudgetError: If `memory` cannot be read.
         InfeasibleBudgetError: At the first call, if the step does not fit; it says what holds the memory and the least
             that would do.
         UnsupportedError: At the first call, if the compiler does not say what it allocates, or if modules of Flax NNX
             change in the step and are not returned: `jaxsub.flax.nnx.jit` writes them back.
+        PlanMismatchError: At the first call, if `plan` was made for another step, or other shapes.
+        VerificationError: At the first call, if the step takes more under `plan` than `memory`.
+        OutOfMemoryError: At a call, if the device has no room for the step after all; nothing is retried.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxsub
@@ -144,71 +163,15 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
     """
     check_jit_kwargs(jit_kwargs)
     if fun is None:
-        return functools.partial(jit, memory=memory, target=target, cache=cache, progress=progress,
+        return functools.partial(jit, memory=memory, plan=plan, target=target, cache=cache, progress=progress,
                                  fuse_updates=fuse_updates, **jit_kwargs)  # fmt: skip
-    if memory is not None:
-        return Step(fun, memory, target, cache, progress, jit_kwargs, fuse_updates is not False)
+    if memory is not None or plan is not None:
+        return Step(fun, memory, target, cache, progress, jit_kwargs, fuse_updates is not False, plan)
     if target is not None:
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
     run = losing_nothing(fun, "jit")
-    return jax.jit(_fusing(run, _statics(fun, jit_kwargs), jit_kwargs) if fuse_updates else run,
+    return jax.jit(fusing(run, statics_of(fun, jit_kwargs), jit_kwargs) if fuse_updates else run,
                    **with_options(jit_kwargs))  # fmt: skip
-
-
-def check_jit_kwargs(given: dict[str, Any]) -> None:
-    """Refuse what `jax.jit` does not take, before anything is called.
-
-    Raises:
-        TypeError: It says what is close.
-
-    Example:
-        >>> check_jit_kwargs({"donate_args": 0})
-        Traceback (most recent call last):
-        ...
-        TypeError: jaxsub.jit takes no 'donate_args'; did you mean 'donate_argnums'? ...
-    """
-    taken = sorted({*inspect.signature(jax.jit).parameters, *inspect.signature(jit).parameters} - {"fun", "jit_kwargs"})
-    for name in given:
-        if name not in taken:
-            close = difflib.get_close_matches(name, taken, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise TypeError(f"jaxsub.jit takes no {name!r}{hint} It takes {', '.join(taken)}.")
-
-
-def _statics(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Statics:
-    """Which arguments of a step are static, as they were named to `jax.jit`."""
-    numbers, names = (jit_kwargs.get(f"static_arg{what}") for what in ("nums", "names"))
-    return Statics.of(fun, _several(numbers, int), _several(names, str))
-
-
-def _several(given: Any, kind: type) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, kind) else tuple(given or ())
-
-
-def _fusing(
-    run: Callable[..., Any], statics: Statics, jit_kwargs: dict[str, Any], findings: Findings | None = None
-) -> Callable[..., Any]:
-    """A step whose updates are inside its backward scans where they can be."""
-    given = Statics.of(run, *(_several(jit_kwargs.get(f"donate_arg{what}"), kind)
-                              for what, kind in (("nums", int), ("names", str))))  # fmt: skip
-
-    @functools.wraps(run)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found, dynamic, keywords = statics.split(args, kwargs)
-        places = [i for i in range(len(args)) if i not in statics.argnums]
-        donated = donated_leaves([k for k, i in enumerate(places) if i in given.argnums], given.argnames)
-        bound = replace(statics, fun=run).bind(found, len(args))
-        return with_fused_updates(bound, donated, findings)(*dynamic, **keywords)
-
-    return call
-
-
-def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What `jax.jit` is given on the device in use."""
-    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
-    if not options:
-        return jit_kwargs
-    return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
 
 
 class Step(Wrapped[P, R]):
@@ -216,29 +179,53 @@ class Step(Wrapped[P, R]):
 
     Attributes:
         fun: The step as it was.
-        memory: What it may take of a device, as it was given.
+        memory: What it may take of a device, as it was given; that of its plan where only that was given.
         target: What it is planned for; `None` for the device in use.
     """
 
     def __init__(self, fun: Callable[P, R], memory: Any, target: Any, cache: AnyCache, progress: bool,
-                 jit_kwargs: dict[str, Any], fuse_updates: bool = True):  # fmt: skip
+                 jit_kwargs: dict[str, Any], fuse_updates: bool = True, plan: AnyStepPlan | None = None):  # fmt: skip
         functools.update_wrapper(self, fun)
         check_jit_kwargs(jit_kwargs)
         self.fun = fun
+        self._plan = plan if plan is None or isinstance(plan, StepPlan) else StepPlan.load(os.fspath(plan))
+        memory = self._plan.memory_bytes if memory is None and self._plan is not None else memory
         self.memory: Any = memory if memory == "device" else Budget.parse(memory)
         self.target = target
         self._cache, self._progress, self._jit_kwargs = cache, progress, jit_kwargs
         self._called = losing_nothing(fun, "jit")
         self._fuses = fuse_updates
-        self._statics = _statics(fun, jit_kwargs)
+        self._statics = statics_of(fun, jit_kwargs)
         self._shardings = jit_kwargs.get("in_shardings")
         self._locks = Locks()
         self._ready: dict[Any, tuple[Any, StepReport]] = {}
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step."""
-        result: R = self._prepare(args, kwargs)[0](*args, **kwargs)
+        """Run the step.
+
+        Raises:
+            OutOfMemoryError: If the device has no room for it; it says what was planned and which budget to try.
+        """
+        run, found = self._prepare(args, kwargs)
+        with explaining(found.measurement, found.memory_bytes, self._stats):
+            result: R = run(*args, **kwargs)
         return result
+
+    def _stats(self) -> Any:
+        """What the device in use says of its memory."""
+        device = get_target(None).device
+        return device.memory_stats() if device is not None else None
+
+    def plan(self, /, *args: Any, **kwargs: Any) -> StepPlan:
+        """What was decided for arguments of these shapes: to be stored, compared, and given to `jaxsub.jit(plan=)`."""
+        found = self._prepare(args, kwargs)[1]
+        return StepPlan(self._digest(args, kwargs), found.memory_bytes, found.measurement, found.plain, found.sites)
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled and planned in this process; what is on disk stays."""
+        for run, _ in self._ready.values():
+            run.clear_cache()
+        self._ready.clear()
 
     def report(self, /, *args: Any, **kwargs: Any) -> StepReport:
         """What the step takes for arguments of these shapes, arrays or `jax.ShapeDtypeStruct`s; nothing is run."""
@@ -258,7 +245,8 @@ class Step(Wrapped[P, R]):
 
     def made_of(self) -> tuple[Any, ...]:
         """What an equal one is made of."""
-        return self.fun, self.memory, self.target, self._cache, self._progress, self._jit_kwargs, self._fuses
+        return (self.fun, self.memory, self.target, self._cache, self._progress, self._jit_kwargs, self._fuses,
+                self._plan)  # fmt: skip
 
     def __repr__(self) -> str:
         return f"jaxsub.jit({getattr(self.fun, '__qualname__', self.fun)!s}, memory={self.memory!s})"
@@ -276,22 +264,48 @@ class Step(Wrapped[P, R]):
         return self._ready[key]
 
     def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, StepReport]:
+        start = time.perf_counter()
         limit = device_bytes(get_target(self.target)) if self.memory == "device" else None
         with Progress(self._progress) as told:
-            sizing = self.sizing(args, kwargs, told)
-            n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
-            best = self._found(sizing, n_bytes)
-            if sizing.first.is_alike and best in (None, sizing.first):
-                sizing, best = self.sizing(args, kwargs, told, may_be_alike=False), None
+            if self._plan is not None:
+                best, found = self._as_planned(self._plan, limit, args, kwargs)
+            else:
+                best, found = self._searched(limit, args, kwargs, told)
+        if self._progress:
+            say(found.summary, time.perf_counter() - start)
+        return best.run if get_target(self.target).is_present else self._jitted(best.trial), found
+
+    def _searched(self, limit: int | None, args: Any, kwargs: Any, told: Any) -> tuple[Attempt, StepReport]:
+        """The step under the plans with which it fits, from the cache or a search."""
+        sizing = self.sizing(args, kwargs, told)
+        n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
+        best = self._found(sizing, n_bytes)
+        if sizing.first.is_alike and best in (None, sizing.first):
+            sizing, best = self.sizing(args, kwargs, told, may_be_alike=False), None
+        if best is None:
+            best = sizing.run(n_bytes)
             if best is None:
-                best = sizing.run(n_bytes)
-                if best is None:
-                    raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
-                for key, plan in best.plans.items():
-                    digests = plan.equations or equation_digests(best.trial.sites[key].program)
-                    put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
-        run = best.run if sizing.target.is_present else self._jitted(best.trial)
-        return run, report(n_bytes, sizing.first, best, self._held(sizing.first, args, kwargs), len(sizing.attempts))
+                raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+            for key, plan in best.plans.items():
+                digests = plan.equations or equation_digests(best.trial.sites[key].program)
+                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
+        held = self._held(sizing.first, args, kwargs)
+        return best, report(n_bytes, sizing.first.measurement, best, held, len(sizing.attempts))
+
+    def _as_planned(self, plan: StepPlan, limit: int | None, args: Any, kwargs: Any) -> tuple[Attempt, StepReport]:
+        """The step under a plan that was given, compiled once: it is that step's, and keeps to the memory."""
+        require_same_arguments(plan, self._digest(args, kwargs))
+        given = Trial(get_target(self.target), plan.plans, are_given=True)
+        self._jitted(given).trace(*args, **kwargs)
+        require_same_sites(plan, given.sites)
+        best = self.compile(Trial(given.target, plan.plans, are_given=True), args, kwargs)
+        n_bytes = limit or self.memory.n_bytes or int(plan.plain_measurement.step_bytes * (self.memory.fraction or 1.0))
+        require_fitting(plan, best.measurement, n_bytes)
+        return best, report(n_bytes, plan.plain_measurement, best, self._held(best, args, kwargs), 1)
+
+    def _digest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
+        return arguments_digest(dynamic_args, dynamic_kwargs)
 
     def _found(self, sizing: Sizing, n_bytes: int) -> Attempt | None:
         """The step under the plans that were found for it before, in this process or another."""
@@ -330,7 +344,7 @@ class Step(Wrapped[P, R]):
     def _jitted(self, trial: Trial, findings: Findings | None = None, *, is_here: bool = True) -> Any:
         run: Any = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
         if self._fuses:
-            run = _fusing(run, self._statics, self._jit_kwargs, findings)
+            run = fusing(run, self._statics, self._jit_kwargs, findings)
         return jax.jit(run, **(with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
@@ -380,27 +394,6 @@ class Step(Wrapped[P, R]):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in kinds]
         return names[number] if number < len(names) else f"argument {number}"
-
-
-def device_bytes(target: Target) -> int:
-    """What a device has for a program.
-
-    Raises:
-        BudgetError: If it does not say.
-
-    Example:
-        >>> device_bytes(get_target("h100")) / 2**30
-        60.0
-    """
-    if not target.is_present:
-        return int(JAX_SHARE * target.memory_bytes)
-    found = (target.device.memory_stats() or {}) if target.device is not None else {}
-    if "bytes_limit" not in found:
-        raise BudgetError(
-            f'memory="device": `{target.name}` ({target.platform}) does not say how much memory a program may take. '
-            'Say it in bytes, memory="8GiB", or name the GPU to plan for, target="h100".'
-        )
-    return int(found["bytes_limit"])
 
 
 def _placed_type(leaf: Any) -> tuple[Any, Any]:

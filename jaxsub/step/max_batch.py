@@ -20,7 +20,8 @@ from jaxsub.devices.targets import get_target
 from jaxsub.search.bracket import largest
 from jaxsub.search.call_sites import Trial
 from jaxsub.search.progress import Progress
-from jaxsub.step.jit import Step, device_bytes
+from jaxsub.step.device import device_bytes
+from jaxsub.step.jit import Step
 from jaxsub.step.report import StepReport
 from jaxsub.step.sizing import step_bytes
 

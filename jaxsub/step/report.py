@@ -19,6 +19,7 @@ from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
+from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.sizing import Attempt, step_bytes
@@ -49,21 +50,6 @@ class Held:
     largest: str
     state_bytes: int
     kept_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSite:
-    """A sublinear function in a step and what became of it.
-
-    Attributes:
-        name: What it is called.
-        calls: How often the step calls it.
-        plan: Its plan; `plan.segments` is empty where nothing had to be recomputed.
-    """
-
-    name: str
-    calls: int
-    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +93,25 @@ class StepReport(Shown):
         forward = sum(p.forward_flops * calls for p, calls in found)
         return sum(p.extra_flops * calls for p, calls in found) / max(forward, 1.0)
 
+    @property
+    def summary(self) -> str:
+        """What was decided, in a line."""
+        return (
+            f"planned the step: {format_bytes(self.step_bytes)} of {format_bytes(self.memory_bytes)}, "
+            f"{format_bytes(self.plain_bytes)} before, {self.extra:.2f} of a forward pass recomputed, "
+            f"{self.n_compiles} compiles"
+        )
 
-def report(n_bytes: int, first: Attempt, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
+
+def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
     """Put together what was found."""
     sites = []
     for key, site in best.trial.sites.items():
-        found, budget = best.plans[key], site.settings.budget
-        plan = finish(site.program, found, budget if found is site.own else Budget(max(1, _predicted(found))))
+        found = best.plans[key]
+        own = found.budget if best.trial.are_given else site.settings.budget
+        plan = finish(site.program, found, own if found is site.own else Budget(max(1, _predicted(found))))
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
-    return StepReport(n_bytes, first.measurement, best.measurement, tuple(held), tuple(sites), n_compiles,
+    return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,
                       best.updates.fused, best.updates.whole)  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Attempt:
 
 def step_bytes(measured: Measurement) -> int:
     """What a step takes of a device: arguments, outputs and temporaries, without outputs that reuse an argument."""
-    return measured.argument_bytes + measured.output_bytes + measured.temp_bytes - measured.alias_bytes
+    return measured.step_bytes
 
 
 @dataclass(slots=True, eq=False)

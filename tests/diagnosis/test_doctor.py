@@ -180,6 +180,15 @@ def test_what_every_layer_does_wrong_is_told_once():
     assert "`secretive`" in finding.what
 
 
+def test_a_diagnosis_is_a_card():
+    """HTML has a row for each finding, with its bytes and its fix as text."""
+    found = jaxsub.doctor(with_rule(secretive), WS, X)
+    card = found._repr_html_()
+    assert card.count("<code>") == len(found.findings) > 1
+    assert "`secretive`" in card
+    assert "No fault was found." in jaxsub.doctor(regression, WS[0], X)._repr_html_()
+
+
 def test_nothing_is_compiled_unless_asked():
     """`verify=False` tells what the traced program shows, and says what was left out."""
     found = jaxsub.doctor(under(policies.everything_saveable), WS, X, verify=False)

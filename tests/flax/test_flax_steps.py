@@ -151,6 +151,9 @@ def test_a_step_of_modules_in_a_memory():
     report = step.report(*nnx.eval_shape(lambda: start(chain)), jax.ShapeDtypeStruct(X.shape, X.dtype))
     assert step.report(*start(chain), X) == report
     assert report.step_bytes <= report.memory_bytes < report.plain_bytes
+    plan = step.plan(*start(chain), X)
+    given = jaxsub_nnx.jit(step_of(jaxsub_nnx.sublinear(loss)), plan=plan, donate_argnums=(0, 1), progress=False)
+    assert not given.plan(*start(chain), X).diff(plan)
     assert_same(train(step, chain), train(nnx.jit(step_of(loss)), chain))
 
 

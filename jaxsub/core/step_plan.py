@@ -1,0 +1,88 @@
+"""`StepPlan`: what `jaxsub.jit(step, memory=...)` decided, as plain data without JAX.
+
+It holds the plans of the `sublinear` functions inside a step, what the compiler allocated, and a digest of the step's
+arguments. It is stored as JSON, compared, and given back by `jaxsub.jit(step, plan=...)`: nothing is searched then, and
+a plan of another step is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxsub.core.figures import Difference, compare, rows_of, scalars, step_figures
+from jaxsub.core.measurement import Measurement
+from jaxsub.core.plan import Plan
+from jaxsub.core.shown import Shown
+from jaxsub.core.stored import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSite:
+    """A sublinear function in a step and what became of it.
+
+    Attributes:
+        name: What it is called.
+        calls: How often the step calls it.
+        plan: Its plan; `plan.segments` is empty where nothing had to be recomputed.
+    """
+
+    name: str
+    calls: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Shown, Stored):
+    """How a whole step is to run so that it fits a device.
+
+    Attributes:
+        arguments: A digest of the paths, shapes and dtypes of the step's arguments.
+        memory_bytes: What the step may take of a device.
+        measurement: What the compiler allocated for it under the plan.
+        plain_measurement: The same with every function in it under its own plan, or under none.
+        sites: The sublinear functions in it, each with its plan.
+    """
+
+    kind: ClassVar[str] = "jaxsub_step_plan"
+    remedy: ClassVar[str] = "jaxsub.jit(step, memory=...).plan"
+
+    arguments: str
+    memory_bytes: int
+    measurement: Measurement
+    plain_measurement: Measurement
+    sites: tuple[PlannedSite, ...]
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans by the fingerprint of their functions."""
+        return {site.plan.fingerprint: site.plan for site in self.sites}
+
+    def faults(self) -> list[str]:
+        """Figures that cannot be, each by its field."""
+        measured = {"measurement": self.measurement, "plain_measurement": self.plain_measurement}
+        found = [f"{name}.{fault}" for name, m in measured.items() for fault in m.faults()]
+        found += [f"sites.{site.name}.{fault}" for site in self.sites for fault in site.plan.faults()]
+        if not 0 < self.measurement.step_bytes <= self.memory_bytes:
+            found.append(f"memory_bytes: {self.memory_bytes} is less than the step takes")
+        if len(self.plans) < len(self.sites) or any(site.calls < 1 for site in self.sites):
+            found.append("sites: a function is there twice, or is never called")
+        return found
+
+    def diff(self, other: StepPlan) -> Difference:
+        """What another plan decides otherwise, figures and functions; print it, or show it in a notebook.
+
+        Args:
+            other: The plan to compare with.
+        """
+        there = {site.name: site.plan for site in other.sites}
+        parts = tuple((s.name, found) for s in self.sites if s.name in there
+                      and (found := compare(s.plan, there[s.name])))  # fmt: skip
+        is_same = self.arguments == other.arguments and set(self.plans) == set(other.plans)
+        return Difference(is_same, rows_of(step_figures(self), step_figures(other)), parts=parts)
+
+    def metrics(self) -> dict[str, float]:
+        """Its figures by name, for TensorBoard and its like: `jaxsub/step_bytes`, `jaxsub/loss/recomputed_share`."""
+        parts = {k: v for s in self.sites for k, v in scalars(s.plan.metrics(), s.name).items()}
+        own = scalars(step_figures(self))
+        return own | {f"jaxsub/{name.replace('/jaxsub/', '/')}": figure for name, figure in parts.items()}

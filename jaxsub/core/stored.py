@@ -1,0 +1,64 @@
+"""What is kept as JSON: a mixin of plans, to write them to text and files and to read them again, checked whole.
+
+The text says what it is and of which version. Of a text that is something else, or that was changed, `ValueError` names
+the field that is wrong; whether a plan fits a function is checked where it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, TypeVar, cast
+
+from jaxsub.core import codec
+
+Self = TypeVar("Self", bound="Stored")
+SCHEMA = 2
+
+
+class Stored:
+    """Something that is stored as JSON.
+
+    Attributes:
+        kind: What it is, in the text: `jaxsub_plan`.
+        remedy: The call that makes a new one.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def faults(self) -> list[str]:
+        """Figures that cannot be, each by its field."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Serialise as JSON text."""
+        return codec.write(self, indent=1, **{self.kind: SCHEMA})
+
+    @classmethod
+    def from_json(cls: type[Self], text: str | bytes) -> Self:
+        """Load what `to_json` wrote; all of it is checked but whether it fits a function, which its use does.
+
+        Raises:
+            ValueError: If the text is something else, or of another version; it names the field that is wrong.
+        """
+        data, words = codec.parse(text), cls.kind.replace("_", " ")
+        if not isinstance(data, dict) or data.pop(cls.kind, None) != SCHEMA:
+            raise ValueError(f"this is no {words} of version {SCHEMA}; make it anew with {cls.remedy}")
+        found = cast(Self, codec.convert(data, cls))
+        if faults := found.faults():
+            what = f"these fields of the {words.split()[-1]} cannot be"
+            raise ValueError(f"{what}, make it anew with {cls.remedy}: {'; '.join(faults)}")
+        return found
+
+    def save(self, path: str) -> None:
+        """Write it to a file, as JSON."""
+        Path(path).write_text(self.to_json(), "utf-8")
+
+    @classmethod
+    def load(cls: type[Self], path: str) -> Self:
+        """Read what `save` wrote; of a file that is something else, a `ValueError` names the field that is wrong."""
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

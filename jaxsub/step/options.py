@@ -1,0 +1,76 @@
+"""The options of `jaxsub.jit` that are `jax.jit`'s: checked, read, and passed on; and the step with fused updates."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.arguments import Statics
+from jaxsub.step.fused_update import Findings, donated_leaves, with_fused_updates
+
+OWN = ("memory", "plan", "target", "cache", "progress", "fuse_updates")
+"""What `jaxsub.jit` takes beside."""
+
+
+def check_jit_kwargs(given: dict[str, Any]) -> None:
+    """Refuse what `jax.jit` does not take, before anything is called.
+
+    Raises:
+        TypeError: It says what is close.
+
+    Example:
+        >>> check_jit_kwargs({"donate_args": 0})
+        Traceback (most recent call last):
+        ...
+        TypeError: jaxsub.jit takes no 'donate_args'; did you mean 'donate_argnums'? ...
+    """
+    taken = sorted({*inspect.signature(jax.jit).parameters, *OWN} - {"fun"})
+    for name in given:
+        if name not in taken:
+            close = difflib.get_close_matches(name, taken, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise TypeError(f"jaxsub.jit takes no {name!r}{hint} It takes {', '.join(taken)}.")
+
+
+def statics_of(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Statics:
+    """Which arguments of a step are static, as they were named to `jax.jit`."""
+    numbers, names = (jit_kwargs.get(f"static_arg{what}") for what in ("nums", "names"))
+    return Statics.of(fun, several(numbers, int), several(names, str))
+
+
+def several(given: Any, kind: type) -> tuple[Any, ...]:
+    """What may be given as one or as several, as a tuple."""
+    return (given,) if isinstance(given, kind) else tuple(given or ())
+
+
+def fusing(
+    run: Callable[..., Any], statics: Statics, jit_kwargs: dict[str, Any], findings: Findings | None = None
+) -> Callable[..., Any]:
+    """A step whose updates are inside its backward scans where they can be."""
+    given = Statics.of(run, *(several(jit_kwargs.get(f"donate_arg{what}"), kind)
+                              for what, kind in (("nums", int), ("names", str))))  # fmt: skip
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found, dynamic, keywords = statics.split(args, kwargs)
+        places = [i for i in range(len(args)) if i not in statics.argnums]
+        donated = donated_leaves([k for k, i in enumerate(places) if i in given.argnums], given.argnames)
+        bound = replace(statics, fun=run).bind(found, len(args))
+        return with_fused_updates(bound, donated, findings)(*dynamic, **keywords)
+
+    return call
+
+
+def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `jax.jit` is given on the device in use."""
+    options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+    if not options:
+        return jit_kwargs
+    return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
