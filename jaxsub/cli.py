@@ -1,244 +1,41 @@
-"""`jaxsub` on the command line: plan, explain, examine and trace the frontier of a loss by its import path.
+"""`jaxsub` on the command line.
 
     jaxsub plan mypkg.train:loss --args mypkg.train:example_args --budget 8GiB --target h100 --html plan.html
 
-Exit codes: 0, it went well; 1, the budget cannot be met or the function cannot be supported; 2, the command is wrong
-(no such option, module, name, budget or target).
+The commands are in `jaxsub.commands`, which needs JAX; `jaxsub --version` does without.
+
+Exit codes: 0, it went well; 1, the budget cannot be met, the memory is not kept or the function cannot be supported; 2,
+the command is wrong (no such option, module, name, budget or target).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import click
-import jax
-
-from jaxsub.api.explain import explain as make_explanation
-from jaxsub.api.frontier import frontier as make_frontier
-from jaxsub.api.sublinear import plan as make_plan
-from jaxsub.core import codec
-from jaxsub.core.budget import format_bytes
-from jaxsub.core.errors import BudgetError, JaxsubError, PlannerError
-from jaxsub.devices.targets import NAMES, Target, get_target
-from jaxsub.diagnosis.doctor import doctor as diagnose
-from jaxsub.planners import names as planner_names
-
-EXAMPLES = """
-\b
-Examples:
-  jaxsub plan mypkg.train:loss --args mypkg.train:example_args --budget 8GiB --target h100
-  jaxsub plan train.py:loss --args train.py:example_args --budget 0.4 --html plan.html
-  jaxsub explain mypkg.train:loss --args mypkg.train:example_args
-  jaxsub frontier mypkg.train:loss --args mypkg.train:example_args --plot frontier.png
-  jaxsub doctor mypkg.train:step --args mypkg.train:example_state
-  jaxsub targets
-"""
-
-ARGS_HELP = """\
-Where the arguments come from, as MODULE:NAME: a tuple of arrays or jax.ShapeDtypeStruct, or a function that returns
-one. With a function nothing need be allocated: return shapes.\
-"""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXAMPLES)
+class _Commands(click.Group):
+    """The commands, imported when one is named or all are listed."""
+
+    @property
+    def _all(self) -> click.Group:
+        found: click.Group = importlib.import_module("jaxsub.commands").main
+        return found
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names."""
+        return self._all.list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One of them."""
+        return self._all.get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="jaxsub")
 def main() -> None:
     """Give a loss a memory budget, and see what its gradient keeps, recomputes and costs.
 
-    FUNCTION is MODULE:NAME, such as mypkg.train:loss, or FILE.py:NAME.
+    FUNCTION is MODULE:NAME, such as mypkg.train:loss, or FILE.py:NAME. Each command has examples: jaxsub plan --help.
     """
-
-
-class _File(click.Path):
-    """A path that a file can have."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse what the system would not take, with words instead of a traceback."""
-        if "\0" in os.fspath(value):
-            self.fail("a path cannot hold the character NUL", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-def _target_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What all commands about a function have in common."""
-    for option in (
-        click.option("--argnums", help="Arguments the gradient is taken of: 0 or 0,1; else the first with floats."),
-        click.option("--target", help="Device to plan for, present or not; `jaxsub targets` lists them."),
-        click.option("--args", "arguments", required=True, metavar="MODULE:NAME", help=ARGS_HELP),
-        click.argument("function", metavar="FUNCTION"),
-    ):
-        command = option(command)
-    return command
-
-
-@main.command(epilog=EXAMPLES)
-@_target_options
-@click.option("--budget", help="8GiB, 512MB, a number of bytes, or a fraction such as 0.4 of what it needs now.")
-@click.option("--planner", default="auto", show_default=True, help=f"One of {', '.join(planner_names())}.")
-@click.option("--verify/--no-verify", default=None, help="Compile the plan and measure it, or trust predictions.")
-@click.option("--json", "json_path", type=_File(dir_okay=False), help="Write the plan, for sublinear(plan=...).")
-@click.option("--html", "html_path", type=_File(dir_okay=False), help="Write a page that shows the plan.")
-def plan(function: str, arguments: str, target: str | None, argnums: str | None, budget: str | None, planner: str,
-         verify: bool | None, json_path: str | None, html_path: str | None) -> None:  # fmt: skip
-    """Plan the gradient of FUNCTION within a budget, and print the plan."""
-    with _friendly():
-        made = make_plan(_load(function), *_arguments(arguments), budget=budget, planner=planner, verify=verify,
-                         target=_target(target), argnums=_argnums(argnums))  # fmt: skip
-    click.echo(str(made))
-    if json_path:
-        _write(json_path, made.to_json())
-    if html_path:
-        _write(html_path, made.to_html())
-
-
-@main.command(epilog=EXAMPLES)
-@_target_options
-def explain(function: str, arguments: str, target: str | None, argnums: str | None) -> None:
-    """Say where the memory of FUNCTION goes, and what budgets are within reach."""
-    with _friendly():
-        found = make_explanation(
-            _load(function), *_arguments(arguments), target=_target(target), argnums=_argnums(argnums)
-        )
-    click.echo(str(found))
-
-
-@main.command(epilog=EXAMPLES)
-@_target_options
-@click.option("--points", default=8, show_default=True, type=click.IntRange(2), help="About how many plans.")
-@click.option("--verify/--no-verify", default=False, show_default=True, help="Compile and measure every plan.")
-@click.option("--plot", "plot_path", type=_File(dir_okay=False), help="Write a picture (.png, .svg, .pdf).")
-def frontier(function: str, arguments: str, target: str | None, argnums: str | None, points: int, verify: bool,
-             plot_path: str | None) -> None:  # fmt: skip
-    """Show what every budget buys FUNCTION: memory against recomputation."""
-    with _friendly():
-        found = make_frontier(_load(function), *_arguments(arguments), points=points, target=_target(target),
-                              verify=verify, argnums=_argnums(argnums))  # fmt: skip
-    click.echo(str(found))
-    if plot_path:
-        _write_plot(plot_path, found)
-
-
-@main.command(epilog=EXAMPLES)
-@_target_options
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Compile with and without each fault.")
-@click.option("--json", "json_path", type=_File(dir_okay=False), help="Write the findings.")
-def doctor(function: str, arguments: str, target: str | None, argnums: str | None, verify: bool,
-           json_path: str | None) -> None:  # fmt: skip
-    """Say what is wrong with the memory of a loss or a step, FUNCTION, and the line that mends it."""
-    with _friendly():
-        found = diagnose(_load(function), *_arguments(arguments), target=_target(target), argnums=_argnums(argnums),
-                         verify=verify)  # fmt: skip
-    click.echo(str(found))
-    if json_path:
-        _write(json_path, codec.write(found, indent=1))
-
-
-@main.command()
-def targets() -> None:
-    """List the devices one can plan for, whether they are there or not."""
-    here = get_target(None)
-    click.echo(f"{'name':<12} {'memory':>10} {'bandwidth':>11}")
-    for target in (here, *map(get_target, NAMES)):
-        note = "  in use here" if target is here else ""
-        bandwidth = f"{target.bytes_per_second / 1e9:.0f} GB/s"
-        click.echo(f"{target.name:<12} {format_bytes(target.memory_bytes):>10} {bandwidth:>11}{note}")
-    click.echo('Several devices of one host: "h100:8". A text file with XLA\'s description of a GPU works too.')
-
-
-@contextlib.contextmanager
-def _friendly() -> Iterator[None]:
-    """Turn what a user can mend into a message and an exit code."""
-    try:
-        yield
-    except (BudgetError, PlannerError) as error:
-        raise click.UsageError(str(error)) from error
-    except JaxsubError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _load(path: str) -> Any:
-    """What stands at MODULE:NAME or FILE.py:NAME."""
-    module_name, colon, name = path.rpartition(":")
-    if not colon or not module_name or not name or "\0" in path:
-        raise click.UsageError(f"{path!r} is not of the form MODULE:NAME, such as mypkg.train:loss or train.py:loss.")
-    module = _module(module_name)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            there = ", ".join(n for n in vars(module) if not n.startswith("_"))[:200]
-            raise click.UsageError(f"{module_name} has no {name!r}. It has: {there}.")
-        found = getattr(found, part)
-    return found
-
-
-def _module(name: str) -> Any:
-    """Import a module by name or file, from the current folder too."""
-    path = Path(name)
-    folder, module = (path.parent, path.stem) if name.endswith(".py") else (Path(), name)
-    if name.endswith(".py") and not path.is_file():
-        raise click.UsageError(f"there is no file {name}.")
-    if (where := os.fspath(folder.resolve())) not in sys.path:
-        sys.path.insert(0, where)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise
-        raise click.UsageError(f"there is no module {module!r} here or among what is installed.") from error
-
-
-def _arguments(path: str) -> tuple[Any, ...]:
-    found = _load(path)
-    if callable(found):
-        found = found()
-    if not isinstance(found, tuple | list):
-        raise click.UsageError(f"{path} must be, or return, a tuple of arguments, got a {type(found).__name__}.")
-    if not jax.tree.leaves(tuple(found)):
-        raise click.UsageError(f"{path} holds no arrays.")
-    return tuple(found)
-
-
-def _target(name: str | None) -> Target:
-    try:
-        return get_target(name)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _argnums(text: str | None) -> int | tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise click.UsageError(f"--argnums takes whole numbers such as 0 or 0,1, got {text!r}.") from error
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.FileError(path, error.strerror or str(error)) from error
-    click.echo(f"wrote {path}", err=True)
-
-
-def _write_plot(path: str, found: Any) -> None:
-    """Draw with a figure of its own, so that no display is needed."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
-    except ImportError as error:
-        raise click.ClickException('drawing needs matplotlib: pip install "jaxsub[plot]"') from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    found.plot(figure.subplots())
-    try:
-        figure.savefig(path, dpi=144)
-    except (OSError, ValueError) as error:
-        raise click.FileError(path, str(error)) from error
-    click.echo(f"wrote {path}", err=True)

@@ -40,7 +40,7 @@ show: __init__ curves text chart plot html
 """
 """Folders in the order in which data flows, and the modules of each: a module imports only what stands before it."""
 
-FRONT = ("__init__", "cli", "__main__")
+FRONT = ("__init__", "commands", "cli", "__main__")
 DOWNWARD = {
     ("core.plan", "show.plot"),
     ("core.shown", "show.html"),

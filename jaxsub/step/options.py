@@ -68,6 +68,22 @@ def fusing(
     return call
 
 
+def donated_argnums(fun: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of the arguments that a function under `jax.jit` donates; none of any other function.
+
+    Example:
+        >>> step = jax.jit(lambda w, x: (w + x, x), donate_argnums=0)
+        >>> donated_argnums(step, (jax.ShapeDtypeStruct((2,), "float32"),) * 2)
+        (0,)
+    """
+    if not hasattr(fun, "trace"):
+        return ()
+    given = fun.trace(*args).args_info[0]
+    return tuple(
+        i for i, arg in enumerate(given) if (leaves := jax.tree.leaves(arg)) and all(x.donated for x in leaves)
+    )
+
+
 def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What `jax.jit` is given on the device in use."""
     options = compat.cpu_compiler_options() if jax.default_backend() == "cpu" else {}

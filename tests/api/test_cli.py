@@ -2,16 +2,21 @@
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 
-from jaxsub.cli import EXAMPLES, main
+import jaxsub
+from jaxsub.cli import main
+from jaxsub.commands import EXAMPLES
+from jaxsub.commands import main as commands
 from jaxsub.core.plan import Plan
+from jaxsub.core.step_plan import StepPlan
 
 MODULE = """
-import jax, jax.numpy as jnp
+import functools, jax, jax.numpy as jnp, jaxsub
 
 def loss(ws, x):
     for w in ws:
@@ -24,6 +29,18 @@ def example_args():
 
 arrays = ([jnp.ones((4, 4))] * 4, jnp.ones((8, 4)))
 wide = ([jnp.ones((16, 16))] * 12, jnp.ones((512, 16)))
+planned = jaxsub.sublinear(loss)
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(state, x):
+    ws, moments = state
+    ms = [0.9 * m + g for m, g in zip(moments, jax.grad(planned)(ws, x))]
+    return [w - 0.1 * m for w, m in zip(ws, ms)], ms
+
+def state():
+    s = jax.ShapeDtypeStruct((512, 16), jnp.float32)
+    return ([jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12,) * 2, s
+
 nothing = ()
 number = 3
 def counts(n): return n
@@ -86,6 +103,40 @@ def test_a_function_is_examined(run, tmp_path):
     assert "a plan saves" in {finding["kind"] for finding in written["findings"]}
 
 
+def test_cards_are_written(run, tmp_path):
+    """`explain` and `frontier` write what they found as pages."""
+    for command in ("explain", "frontier"):
+        found = run(command, *LOSS, "--html", f"{command}.html")
+        assert found.exit_code == 0, found.output
+        assert (tmp_path / f"{command}.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+STEP = ("toy_train:step", "--args", "toy_train:state", "--step")
+
+
+def test_a_step_is_planned_and_its_plan_is_given_back(run, tmp_path):
+    """`plan --step` plans all of a step, with the donations of its own `jax.jit`; what it writes `jaxsub.jit` takes."""
+    found = run("plan", *STEP, "--budget", "0.8", "--json", "p.json", "--html", "p.html")
+    assert found.exit_code == 0, found.output
+    assert "loss: " in found.output
+    plan = StepPlan.load(str(tmp_path / "p.json"))
+    assert plan.measurement.alias_bytes > 0
+    assert plan.measurement.step_bytes <= 0.8 * plan.plain_measurement.step_bytes
+    assert (tmp_path / "p.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("what", [STEP, LOSS])
+@pytest.mark.parametrize(("memory", "code"), [("1GiB", 0), ("20KiB", 1)])
+def test_a_memory_is_checked(run, what, memory, code):
+    """`--check`: one line and an exit code; with `--json -` stdout is JSON that says what is needed."""
+    found = run("plan", *what, "--check", "--max-memory", memory, "--json", "-")
+    assert found.exit_code == code, found.output
+    said = json.loads(found.stdout)
+    assert said["fits"] is (code == 0)
+    assert (said["needed_bytes"] > said["max_memory_bytes"]) is (code == 1)
+    assert ("fits: " if code == 0 else "does not fit: ") in found.stderr
+
+
 def test_targets_are_listed(run):
     """`targets` lists devices that are not here, with their memory."""
     lines = run("targets").output.splitlines()
@@ -97,7 +148,7 @@ WRONG = {
     "no colon": (("plan", "toy_train", "--args", "toy_train:arrays"), 2, "not of the form MODULE:NAME"),
     "no module": (("plan", "no_such_one:f", "--args", "toy_train:arrays"), 2, "no module 'no_such_one'"),
     "no file": (("plan", "no_such.py:f", "--args", "toy_train:arrays"), 2, "no file no_such.py"),
-    "no name": (("plan", "toy_train:lose", "--args", "toy_train:arrays"), 2, "It has: jax, jnp, loss"),
+    "no name": (("plan", "toy_train:lose", "--args", "toy_train:arrays"), 2, "It has: functools, jax, jnp"),
     "no arguments": (("explain", "toy_train:loss"), 2, "Missing option '--args'"),
     "no tuple": (("explain", "toy_train:loss", "--args", "toy_train:number"), 2, "a tuple of arguments, got a int"),
     "no arrays": (("explain", "toy_train:loss", "--args", "toy_train:nothing"), 2, "holds no arrays"),
@@ -111,6 +162,9 @@ WRONG = {
     "NUL in a path": (("plan", *LOSS, "--no-verify", "--json", "a\0b.json"), 2, "cannot hold the character NUL"),
     "NUL in a picture": (("frontier", *LOSS, "--plot", "a\0b.png"), 2, "cannot hold the character NUL"),
     "NUL in a target": (("plan", *LOSS, "--target", "h\x00100"), 2, "no target"),
+    "no step": (("plan", *STEP), 2, "--step needs --budget or --max-memory"),
+    "no memory to check": (("plan", *LOSS, "--check"), 2, "--check needs --max-memory"),
+    "a fraction to check": (("plan", *LOSS, "--check", "--max-memory", "0.5"), 2, "--max-memory takes bytes"),
     "no planner": (("plan", *LOSS, "--planner", "chenn"), 2, "did you mean 'chen'"),
     "no target": (("plan", *LOSS, "--target", "h99"), 2, "no target 'h99'"),
     "no argnums": (("plan", *LOSS, "--argnums", "first"), 2, "--argnums takes whole numbers"),
@@ -141,12 +195,13 @@ def test_a_module_that_cannot_be_imported_shows_its_own_error(run):
     assert found.exception.name == "no_such_module_at_all"
 
 
-@pytest.mark.parametrize("command", ["", *main.commands])
+@pytest.mark.parametrize("command", ["", *commands.commands])
 def test_help_is_there(run, command):
     """Every command has help, and those about a function have examples."""
     found = run(*([command] if command else []), "--help")
     assert found.exit_code == 0
-    assert command == "targets" or "jaxsub plan mypkg.train:loss" in found.output
+    assert command in ("", "targets") or "jaxsub plan mypkg.train:loss" in found.output
+    assert command or all(name in found.output for name in commands.commands)
 
 
 def test_the_examples_are_commands_that_exist(run):
@@ -154,7 +209,7 @@ def test_the_examples_are_commands_that_exist(run):
     for line in EXAMPLES.splitlines():
         if line.strip().startswith("jaxsub "):
             name, *rest = line.split()[1:]
-            main.commands[name].make_context(name, [*rest])
+            commands.commands[name].make_context(name, [*rest])
 
 
 def test_the_version_is_that_of_the_package(run):
@@ -164,3 +219,12 @@ def test_the_version_is_that_of_the_package(run):
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("jaxsub is imported from a checkout, not installed")
     assert version in run("--version").output
+    assert version == jaxsub.__version__
+
+
+def test_the_version_needs_no_jax():
+    """`--version` answers without importing JAX: in well under a second."""
+    code = "import sys; from jaxsub.cli import main; main(['--version'], standalone_mode=False)"
+    code += "; print('jax' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines()[-1] == "False", found.stderr

@@ -83,6 +83,9 @@ def test_a_step_in_a_memory():
     model, state = start()
     report = step.report(model, state, X)
     assert report.step_bytes <= report.memory_bytes < report.plain_bytes
+    plan = step.plan(model, state, X)
+    given = filter_jit(step_of(planned), memory=0.8, plan=plan, donate="all", **quiet)
+    assert not given.plan(model, state, X).diff(plan)
     memory = step.lower(model, state, X).compile().memory_analysis()
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     assert sum(sizes) - memory.alias_size_in_bytes <= report.memory_bytes
