@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from decoder import loss_of, shapes  # noqa: E402
+from drawing import draw_points, legend, look, save  # noqa: E402
 from policies import PLAIN, POLICIES, SIZES, WHOLE, Size  # noqa: E402
 from records import Cell, Measured, fill, keep_table, load, options, over_budget, picked, tell  # noqa: E402
 
@@ -144,19 +145,17 @@ def _ours_words(cell: dict[str, Any] | None, by_hand: dict[str, Any], plain: flo
 def draw(measured: Measured, path: Path) -> None:
     """Draw a panel a model: policies as points, `jaxsub` as a line."""
     found = groups(measured)
-    figure, axes = plt.subplots(1, len(found), figsize=(6 * len(found), 4.5), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, len(found), figsize=(7.5 * len(found), 4.8), squeeze=False, layout="constrained")
     for ax, ((name, target), group) in zip(axes[0], found.items(), strict=True):
         plain = group[PLAIN]["flops"]
         hands = [(policy, cell) for policy, cell in group.items() if not policy.startswith(OURS)]
         line = sorted((c["bytes"], c["flops"]) for p, c in group.items() if p.startswith(OURS) and "flops" in c)
         if line:
-            ax.plot([b / GIB for b, _ in line], [f / plain for _, f in line], "o-", color="tab:blue", label="jaxsub")
-        for i, (policy, cell) in enumerate(hands):
-            marker = "sD^v<>P*Xhp"[i % 11]
-            ax.plot(cell["bytes"] / GIB, cell["flops"] / plain, marker, label=policy, ls="", alpha=0.7)
+            ax.plot([b / GIB for b, _ in line], [f / plain for _, f in line], label="jaxsub", **look("jaxsub"))
+            legend(ax)
         ax.set(title=f"{name}, {target}", xlabel="temporaries, GiB", ylabel="FLOPs, plain = 1", xscale="log")
-        ax.legend(fontsize=6)
-    figure.savefig(path, dpi=120)
+        draw_points(ax, {policy: (cell["bytes"] / GIB, cell["flops"] / plain) for policy, cell in hands})
+    save(figure, path)
     plt.close(figure)
 
 

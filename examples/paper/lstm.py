@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
+from drawing import STROKES, legend, look, save  # noqa: E402
 from measuring import ONE_FORWARD_PASS, traced_flops  # noqa: E402
 from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
@@ -45,7 +46,6 @@ MOST_FLOPS = {(steps, share): most for steps in (32, 64) for share, most in ((12
 """What plans of the unrolled network are to cost at most, by steps and share; one extra forward pass elsewhere."""
 LEAST_SAVED = {128: 4}
 """How many times less memory than sharing alone the paper's plan is to take in the allocator, by steps."""
-COLORS = ("#8a8a8a", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
 
 
 def network(steps: int, size: dict[str, int], is_scan: bool) -> tuple[Any, tuple[Any, ...]]:
@@ -148,17 +148,19 @@ def draw(measured: Measured, path: Path) -> None:
             of, steps, strategy = key.split("/")
             if of == account and "bytes" in figures:
                 lines.setdefault(strategy, {})[int(steps)] = figures["bytes"] / 2**20
-        for (strategy, sizes), color, marker in zip(lines.items(), COLORS, "os^Dv*", strict=False):
+        shares = sorted((s for s in lines if " of " in s), key=lambda s: int(s.split()[-1]))
+        for strategy, sizes in lines.items():
             steps, mibs = zip(*sorted(sizes.items()), strict=True)
-            label = f"jaxsub, {strategy.replace(' of ', '/')} of plain" if " of " in strategy else strategy
-            ax.loglog(steps, mibs, color=color, marker=marker, label=label)
+            label = f"jaxsub, {strategy.replace(' of ', '/')} of plain" if strategy in shares else strategy
+            stroke = STROKES[shares.index(strategy) if strategy in shares else 0]
+            ax.loglog(steps, mibs, label=label, ls=stroke, **look(label))
         title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
         ax.set(xlabel="steps", title=title, xticks=sorted({step for sizes in lines.values() for step in sizes}))
         ax.xaxis.set_major_formatter("{x:.0f}")
         ax.minorticks_off()
-        ax.legend(fontsize="small")
+        legend(ax)
     axes[0][0].set_ylabel("memory of the gradient (MiB)")
-    fig.savefig(path, dpi=120)
+    save(fig, path)
     plt.close(fig)
 
 

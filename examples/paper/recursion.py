@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
+from drawing import legend, look, save  # noqa: E402
 from records import Cell, Measured, figure, over_budget  # noqa: E402
 
 BATCH, WIDTH = 4096, 64
@@ -40,8 +41,6 @@ FRONTIER_LENGTH, QUICK_FRONTIER_LENGTH = 64, 16
 SLOTS = (2, 3, 4, 6, 8, 12, 16)
 TOLERANCE = 0.01
 """Forward passes by which a schedule counts as level."""
-
-COLORS = {1: "#d55e00", 2: "#0072b2", 3: "#009e73"}
 
 
 def chain(n: int) -> tuple[Any, tuple[Any, ...]]:
@@ -131,27 +130,30 @@ def draw(measured: Measured, path: Path) -> None:
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     recursion = points(measured, "recursion")
     lengths = sorted({n for n, _ in recursion})
-    for k, color in COLORS.items():
+    for k, marker in zip(KS, "os^", strict=False):
         here = [n for n in lengths if (n, k) in recursion]
-        left.semilogx(here, [recursion[n, k]["units"] for n in here], color=color, marker="o", label=f"k = {k}")
+        left.semilogx(
+            here, [recursion[n, k]["units"] for n in here], label=f"k = {k}", **{**look("recursion"), "marker": marker}
+        )
         theory = [bound(n, k) for n in here]
-        left.semilogx(here, theory, color=color, linestyle="dotted", linewidth=1)
+        left.semilogx(here, theory, color=look("recursion")["color"], linestyle="dotted", linewidth=1)
     left.set(xlabel="layers", ylabel="memory (activations)", xticks=lengths, title="the recursion, compiled")
     left.plot([], [], color="black", linestyle="dotted", linewidth=1, label="k · log n + 3, base k + 1")
     left.xaxis.set_major_formatter("{x:.0f}")
     left.minorticks_off()
-    left.legend()
-    for of, color, marker in (("revolve", "#8a8a8a", "s"), ("jaxsub", "#0072b2", "o")):
+    legend(left)
+    for of in ("revolve", "jaxsub"):
         found = sorted(points(measured, of).values(), key=lambda figures: figures["units"])
         xs, ys = [f["units"] for f in found], [f["forward_passes"] for f in found]
         label = "revolve (Griewank and Walther)" if of == "revolve" else of
-        right.plot(xs, ys, color=color, marker=marker, label=label)
+        right.plot(xs, ys, label=label, **look(of))
     n = max((n for n, _ in points(measured, "revolve")), default=max(lengths))
     here = [recursion[n, k] for k in KS if (n, k) in recursion]
-    right.plot([f["units"] for f in here], [f["forward_passes"] for f in here], "D", color="#d55e00", label="recursion")
+    places = [f["units"] for f in here], [f["forward_passes"] for f in here]
+    right.plot(*places, ls="none", label="recursion", **look("recursion"))
     right.set(xlabel="memory (activations)", ylabel="forward passes", title=f"{n} layers, compiled")
-    right.legend()
-    fig.savefig(path, dpi=120)
+    legend(right)
+    save(fig, path)
     plt.close(fig)
 
 

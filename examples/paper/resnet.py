@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
+from drawing import legend, look, save  # noqa: E402
 from records import Cell, Measured, figure, mib, over_budget  # noqa: E402
 
 DEPTHS = {
@@ -64,15 +65,6 @@ PLANNERS = {"plain": "plain", **PLANS}
 """The plain gradient is a plan too: what was compiled for it is remembered, and the other cells compile it no more."""
 
 TARGETS = {"cpu": None, "h100": "h100"}
-LINES = {
-    "no optimization": ("#8a8a8a", "o"),
-    "inplace": ("#56b4e9", "s"),
-    "sharing": ("#009e73", "^"),
-    "drop bn-relu": ("#e69f00", "v"),
-    "sublinear plan": ("#d55e00", "D"),
-    "plain": ("#8a8a8a", "o"),
-    "jaxsub": ("#0072b2", "*"),
-}
 
 
 def network(depth: int, size: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
@@ -188,17 +180,16 @@ def draw(measured: Measured, path: Path) -> None:
     for ax, account in zip(axes[0], accounts, strict=True):
         for (of, strategy), by_depth in lines.items():
             if of == account:
-                color, marker = LINES[strategy]
                 sizes = [figures["bytes"] / 2**30 for figures in by_depth.values()]
                 label = f"{strategy} ({slope(by_depth):.2f})" if len(by_depth) > 1 else strategy
-                ax.loglog(list(by_depth), sizes, color=color, marker=marker, label=label)
+                ax.loglog(list(by_depth), sizes, label=label, **look(strategy))
         title = "the paper's allocator" if account == "allocator" else f"compiled by XLA, {account}"
         ax.set(xlabel="layers", title=title, xticks=list(next(iter(lines.values()))))
         ax.xaxis.set_major_formatter("{x:.0f}")
         ax.minorticks_off()
-        ax.legend(title="strategy (log-log slope)", fontsize="small")
+        legend(ax, title="strategy (log-log slope)")
     axes[0][0].set_ylabel("memory of the gradient (GiB)")
-    fig.savefig(path, dpi=120)
+    save(fig, path)
     plt.close(fig)
 
 

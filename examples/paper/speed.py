@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tests")]
 
 import models  # noqa: E402
+from drawing import legend, look, save  # noqa: E402
 from records import Cell, Measured, figure, over_budget  # noqa: E402
 
 DEPTHS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 98: (6, 8, 12, 6), 194: (12, 16, 24, 12)}
@@ -38,7 +39,6 @@ LSTM = dict(layers=4, batch=32, n_in=50, width=256, classes=500)
 STEPS, QUICK_STEPS = (8, 16, 32), 4
 QUICK_LSTM = dict(layers=1, batch=16, n_in=10, width=64, classes=50)
 TURNS, QUICK_TURNS = 20, 5
-COLORS = {"plain": "#8a8a8a", "half": "#56b4e9", "root": "#0072b2"}
 MOST_SECONDS = 1.25
 """How many times the plain step's seconds one of √n memory is to take at most; the paper's took 1.3 on a GPU."""
 LABELS = {"plain": "plain", "half": "half the memory", "root": "√n memory"}
@@ -124,12 +124,12 @@ def draw(measured: Measured, path: Path) -> None:
     for ax, name in zip(axes[0], names, strict=True):
         found = {int(key.split("/")[1]): figures for key, figures in measured.items() if key.startswith(name)}
         found = dict(sorted(found.items()))
-        for label, color in COLORS.items():
+        for label, stroke in zip(LABELS, ("-", "--", "-"), strict=True):
             medians = [statistics.median(figures["seconds"][label]) for figures in found.values()]
-            ax.plot(list(found), medians, color=color, marker="o", label=LABELS[label])
+            ax.plot(list(found), medians, ls=stroke, label=LABELS[label], **look(LABELS[label]))
         ax.set(xlabel="layers" if name == "resnet" else "steps", ylabel="seconds a step", title=name, ylim=(0, None))
-        ax.legend()
-    fig.savefig(path, dpi=120)
+        legend(ax)
+    save(fig, path)
     plt.close(fig)
 
 

@@ -34,6 +34,7 @@ from jaxsub.step.max_batch import largest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from drawing import legend, look, save  # noqa: E402
 from measuring import ONE_FORWARD_PASS  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from records import Cell, Measured, figure  # noqa: E402
@@ -49,8 +50,6 @@ CHECKMATE = {"vgg-19": dict(zip(WAYS, (167, 197, 266, 289), strict=True))} | {
     name: {"jaxsub": batch} for name, batch in (("mobilenet", 1105), ("unet", 57), ("resnet-50", 193))
 }
 """What the paper reports of all four; its own program, at least, stands where `jaxsub` stands here."""
-
-COLORS = dict(zip(WAYS, ("#8a8a8a", "#56b4e9", "#d55e00", "#0072b2"), strict=True))
 
 
 def measured(
@@ -147,11 +146,11 @@ def draw(stored: Measured, path: Path) -> None:
     for i, way in enumerate(WAYS):
         shown = [(x, by_way) for x, by_way in enumerate(found.values()) if way in by_way]
         heights = [by_way[way]["batch"] / by_way[WAYS[0]]["batch"] for _, by_way in shown]
-        bars = ax.bar([x + 0.2 * (i - 1.5) for x, _ in shown], heights, 0.19, color=COLORS[way], label=way)
+        bars = ax.bar([x + 0.2 * (i - 1.5) for x, _ in shown], heights, 0.19, color=look(way)["color"], label=way)
         ax.bar_label(bars, fmt="%.1f", fontsize="small")
     ax.set(xticks=range(len(found)), xticklabels=list(found), ylabel="largest batch (1 = no checkpoints)")
-    ax.legend(fontsize="small")
-    fig.savefig(path, dpi=120)
+    legend(ax)
+    save(fig, path)
     plt.close(fig)
 
 

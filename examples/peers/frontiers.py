@@ -30,8 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
-import numpy as np
-from adjustText import adjust_text
 from matplotlib.axes import Axes
 
 import jaxsub
@@ -39,6 +37,7 @@ import jaxsub
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from drawing import draw_points, legend, look, save  # noqa: E402
 from measuring import ByHand, by_hand, compiled, device, traced_flops, within  # noqa: E402
 from networks import NETWORKS, QUICK, Network  # noqa: E402
 from peers import by_xla, nested_scan, planners  # noqa: E402
@@ -228,7 +227,7 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
         fig, axes = plt.subplots(1, len(wanted), figsize=(7.5 * len(wanted), 5.5), squeeze=False, layout="constrained")
         for ax, name in zip(axes[0], wanted, strict=True):
             panel(ax, name, *relative(measured, name))
-        fig.savefig(path, dpi=120)
+        save(fig, path)
         plt.close(fig)
     return paths
 
@@ -236,18 +235,12 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
 def panel(ax: Axes, name: str, peers: dict[str, Point], ours: list[Point]) -> None:
     """The peers of a network on one target as points, and `jaxsub` as a line."""
     memory, flops = zip(*ours, strict=True) if ours else ((), ())
-    ax.plot(memory, flops, color="#0072b2", marker="o", label="jaxsub", zorder=3)
-    for point in peers.values():
-        ax.plot(*point, "x", color="#8a8a8a")
+    ax.plot(memory, flops, label="jaxsub", zorder=3, **look("jaxsub"))
     target, network = name.split("/")
     dtype = "float32" if target == "cpu" else "bfloat16"
     ax.set(xlabel="memory (1 = plain)", ylabel="FLOPs (1 = plain)", title=f"{network}, {target}, {dtype}")
-    ax.margins(0.2, 0.25)  # room for labels
-    ax.legend()
-    labels = [ax.text(*point, label, fontsize=7) for label, point in peers.items()]
-    np.random.seed(0)  # of `adjust_text`, for labels of one place; the picture is the same each time
-    line, stroke = np.reshape(ours, (-1, 2)).T, dict(arrowstyle="-", color="#cccccc", lw=0.6)
-    adjust_text(labels, *line, ax=ax, iter_lim=400, arrowprops=stroke, expand=(1.1, 1.5), force_text=(0.4, 0.8))
+    draw_points(ax, peers)
+    legend(ax)
 
 
 def main() -> None:

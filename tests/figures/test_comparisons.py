@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zoo
+from matplotlib.figure import Figure
 
 import jaxsub
 from jaxsub.core.measurement import Measurement
 
 EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
-sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "benchmarks")]
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "league", "benchmarks")]
 
 import batches  # noqa: E402
+import drawing  # noqa: E402
 import frontiers  # noqa: E402
 import peers  # noqa: E402
 import records  # noqa: E402
@@ -148,6 +150,41 @@ def test_tables_and_pictures_need_only_the_results(path, capsys, tmp_path):
     else:
         module.draw(stored, tmp_path / "picture.png")
         assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("path", [*STORED, EXAMPLES / "results" / "league" / "league.json"], ids=lambda path: path.stem)
+def test_labels_neither_overprint_nor_leave_the_picture(path, monkeypatch, tmp_path):
+    """Of every picture of results, and what lies beyond the axes is said in its label; of peers' pictures, two."""
+    module, stored, faults, labels = importlib.import_module(path.stem), records.load(path), [], []
+
+    def look_over(figure, _):
+        faults.extend(drawing.overprinting(figure))
+        labels.extend(text.get_text() for ax in figure.axes for text in ax.texts)
+
+    monkeypatch.setattr(module, "save", look_over)
+    wanted = [key for key in stored if path.stem != "frontiers" or key.split("/")[1] in ("lstm", "vgg-19")]
+    module.draw({key: stored[key] for key in wanted}, tmp_path)
+    assert faults == []
+    if path.stem == "frontiers":
+        assert "recursive halving, at 1.89: above" in labels
+
+
+def test_labels_that_overprint_are_found():
+    """Two labels in one place, and one outside of the picture, are."""
+    ax = Figure().subplots()
+    for place in ((0.5, 0.5), (0.5, 0.5), (9.0, 0.5)):
+        ax.text(*place, "a label")
+    assert drawing.overprinting(ax.figure) == ["a label: over a label", "a label: leaves the picture"]
+
+
+def test_a_strategy_looks_the_same_in_all_pictures():
+    """What pictures call the same strategy has one colour and marker; those that meet are told apart."""
+    assert drawing.look("jaxsub, 1/8 of plain") == drawing.look("jaxsub") == drawing.look("√n memory")
+    assert drawing.look("plain") == drawing.look("no optimization") == drawing.look("no checkpoints")
+    assert drawing.look("sublinear plan") == drawing.look("Chen et al., greedy")
+    together = ("jaxsub", "plain", "Chen et al., greedy", "every 4", "every 4, nested", "dots_saveable",
+                "Alpa, 3 layers", "PyTorch, 25% saved", "XLA's own, in 20%")  # fmt: skip
+    assert len({drawing.look(name)["color"] for name in together}) == len(together)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
