@@ -28,8 +28,8 @@ partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
-search: __init__ bracket by_hand slicing belonging candidates name_overrides verify budget_search slice_search
-    repeated_effects plan_cache progress pipeline call_sites
+search: __init__ bracket by_hand slicing belonging candidates name_overrides named_policy verify budget_search
+    slice_search repeated_effects plan_cache progress pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
@@ -42,15 +42,16 @@ show: __init__ curves text chart plot html
 
 FRONT = ("__init__", "commands", "cli", "__main__")
 DOWNWARD = {
+    ("core.plan", "search.named_policy"),
     ("core.plan", "show.plot"),
     ("core.shown", "show.html"),
     ("core.shown", "show.text"),
     ("api.frontier", "show.plot"),
     ("api.xla_timeline", "show.plot"),
 }
-"""Imports against the order, each named: `TYPE_CHECKING` ones, and those of a method that displays an object."""
+"""Imports against the order, each named: `TYPE_CHECKING` ones, and those of a method that displays or exports."""
 
-DISPLAY = ("__str__", "_repr_html_", "plot", "to_html")
+DISPLAY = ("__str__", "_repr_html_", "plot", "to_html", "to_policy")
 WITHOUT_JAX = ("core", "allocator", "planners")
 FORBIDDEN = {"emission": ("planners", "costs")}
 FILES = sorted((ROOT / "jaxsub").rglob("*.py"))

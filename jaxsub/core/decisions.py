@@ -77,6 +77,23 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyNames:
+    """What a plan's regions save, by the names that `checkpoint_name` gave: `Plan.to_policy` makes a policy of it.
+
+    Attributes:
+        saved: Names whose values are saved.
+        offloaded: Names whose values are saved in host memory.
+        recomputed: The other names inside regions.
+        unsaid: What no policy of names can say, in words; the names are empty then.
+    """
+
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Inside:
     """How a program inside an equation runs; all indices are its own.
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
-from jaxsub.core.decisions import Segment, Slices, Way, walk
+from jaxsub.core.decisions import PolicyNames, Segment, Slices, Way, walk
 from jaxsub.core.figures import Difference, compare, plan_figures, scalars
 from jaxsub.core.graph import Graph
 from jaxsub.core.measurement import Measurement
@@ -72,6 +72,7 @@ class Plan(Shown, Stored):
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
         slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.
+        policy_names: What its regions save, by name; `None` for a plan made by hand.
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
@@ -98,6 +99,7 @@ class Plan(Shown, Stored):
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     equations: str = field(default="", repr=False)
     note: str = ""
+    policy_names: PolicyNames | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         faults = list(islice(segment_faults(self.segments, 0, self.n_nodes), MOST_FAULTS))
@@ -232,6 +234,26 @@ class Plan(Shown, Stored):
     def replace(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    def to_policy(self, form: Literal["jax", "maxtext"] = "jax") -> Any:
+        """The plan as a policy of `checkpoint_name`s, for what it makes a region: a loop's body, or each block.
+
+        Where gradient barriers stand at the edges of regions they are left out; the rest is as planned.
+
+        Args:
+            form: `"jax"` for `jax.checkpoint(block, policy=...)`, `"maxtext"` for the settings of MaxText's
+                `remat_policy: custom`: each name with `device`, `offload` or `remat`.
+
+        Returns:
+            A policy of `jax.checkpoint_policies`, or the settings as a dictionary.
+
+        Raises:
+            UnsupportedError: If no such policy does what the plan does; it says why.
+            ValueError: If `form` is neither.
+        """
+        from jaxsub.search.named_policy import exported  # noqa: PLC0415 - JAX is needed only here
+
+        return exported(self, form)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw what is alive over time, before and after; needs matplotlib.

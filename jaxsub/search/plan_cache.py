@@ -68,8 +68,8 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
         return None
     folded, bare = in_slices(program, plan)
     named = finish(folded, bare, plan.budget)
-    return plan.replace(holdings=named.holdings, equations=equation_digests(program), timeline=named.timeline,
-                        plain_timeline=named.plain_timeline, budget=named.budget)  # fmt: skip
+    anew = ("holdings", "timeline", "plain_timeline", "budget", "policy_names")
+    return plan.replace(equations=equation_digests(program), **{name: getattr(named, name) for name in anew})
 
 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:

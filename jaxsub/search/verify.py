@@ -30,6 +30,7 @@ from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.planners.select import expected_compile_seconds
+from jaxsub.search.named_policy import policy_names
 
 MOST_EQUATIONS = 1000
 """A way to cut that leaves more of them in one stage is looked at only where all do."""
@@ -189,7 +190,8 @@ def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     program = ordered_as(program, plan)
     named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
-    told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program)}
+    told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program),
+            "policy_names": policy_names(program, plan)}  # fmt: skip
     return plan.replace(budget=budget, **told, **named)
 
 
