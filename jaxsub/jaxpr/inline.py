@@ -105,6 +105,11 @@ def reports_last(eqns: Sequence[Any]) -> list[Any]:
     return kept + reports
 
 
+def may_report_again(eqn: Any) -> bool:
+    """Whether all effects of an equation, a loop perhaps, are reports in no order: `jax.checkpoint` repeats them."""
+    return {type(effect).__name__ for effect in eqn.effects} <= {"DebugEffect"}
+
+
 def _only_reports(eqn: Any) -> bool:
     """Whether all that an equation does is to report what it reads, as `jax.debug.print` and `jax.debug.callback` do.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program, aval_bytes
 
 LEAST_SHARE = 0.01
@@ -14,7 +15,7 @@ LEAST_SHARE = 0.01
 
 
 def find_loops(program: Program) -> tuple[int, ...]:
-    """Find the scans worth planning: differentiated, without effects, of several steps, and not small.
+    """Find the scans worth planning: differentiated, without effects but reports, of several steps, and not small.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -27,7 +28,7 @@ def find_loops(program: Program) -> tuple[int, ...]:
 
 
 def find_conditionals(program: Program) -> tuple[int, ...]:
-    """Find the conditionals worth planning: differentiated, without effects, not small, a branch of several stages.
+    """Find the conditionals worth planning: differentiated, with no effects but reports, not small, a branch deep.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,7 +63,7 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
     made = [_made_bytes(eqn) for eqn in program.eqns]
     for node in found:
         is_active = any(graph.values[v].is_differentiated for v in node.outputs)
-        is_free = node.can_recompute and not program.eqns[node.index].effects
+        is_free = node.can_recompute and may_report_again(program.eqns[node.index])
         if is_active and is_free and made[node.index] > LEAST_SHARE * sum(made):
             yield node.index
 

@@ -20,6 +20,7 @@ from jaxsub.emission.scan_rotation import rotated
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, branch_programs
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program
 
 
@@ -112,7 +113,7 @@ def _way_faults(program: Program, way: Way) -> Iterator[str]:
     wanted = "cond" if isinstance(way, Conditional) else "scan"
     if eqn.primitive.name != wanted:
         yield f"`{eqn.primitive.name}` is no `{wanted}`"
-    elif eqn.effects or not program.graph.nodes[way.node].can_recompute:
+    elif not may_report_again(eqn) or not program.graph.nodes[way.node].can_recompute:
         yield "its effects must happen once"
     elif isinstance(way, Loop):
         yield from _loop_faults(program, eqn, way)

@@ -20,6 +20,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
+from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.sizing import Attempt, step_bytes
@@ -104,11 +105,13 @@ class StepReport(Shown):
 
 
 def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
-    """Put together what was found."""
+    """Put together what was found; warn of side effects that happen more often for it."""
     sites = []
     for key, site in best.trial.sites.items():
         found = best.plans[key]
         own = found.budget if best.trial.are_given else site.settings.budget
+        with site.axes():
+            warn_of_repeated(site.program, found)
         plan = finish(site.program, found, own if found is site.own else Budget(max(1, _predicted(found))))
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
     return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,

@@ -8,6 +8,8 @@ from jax import lax
 from jax.experimental import checkify, io_callback
 from six_layers import W, predicted, same
 
+import jaxsub
+
 
 def counted(run):
     """How often, and with what, `run(note)` calls `note`."""
@@ -84,6 +86,32 @@ def test_effects_that_happen_more_often_are_told_of():
     assert f"(step): {often} times with each gradient, 16 without plan" in told[0]
     assert "test_effects.py:" in told[0]
     assert "io_callback" in told[0]
+
+
+def test_a_loop_that_reports_is_planned_like_any_other():
+    """A report left in a loop's body costs no memory; loss and step tell how often it happens then."""
+
+    def loss(note):
+        def step(x, w):
+            if note is not None:
+                jax.debug.callback(note, lax.stop_gradient(x[0, 0]))
+            return jnp.tanh(x @ w), None
+
+        return lambda w, x: jnp.mean(lax.scan(step, x, w)[0] ** 2)
+
+    w, x, calls = jnp.tile(jnp.eye(16), (24, 1, 1)), jnp.ones((128, 16)), []
+    plain = loss(None)
+    budget = jaxsub.measure(plain, w, x).temp_bytes // 2
+    planned = jaxsub.sublinear(loss(calls.append), budget=budget, cache=False, progress=False)
+    with pytest.warns(UserWarning, match="Side effects inside what the plan recomputes happen again"):
+        assert planned.plan(w, x).measurement.temp_bytes <= budget
+    same(jax.jit(jax.value_and_grad(planned))(w, x), jax.value_and_grad(plain)(w, x))
+    jax.effects_barrier()
+    assert len(calls) > 24
+    free = jaxsub.sublinear(loss(calls.append), cache=False, progress=False)
+    step = jaxsub.jit(lambda w, x: w - jax.grad(free)(w, x), memory=0.75, cache=False, progress=False)
+    with pytest.warns(UserWarning, match="Side effects inside what the plan recomputes happen again"):
+        step.report(w, x)
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
