@@ -1,10 +1,10 @@
-"""Plans inside a loop's body or a branch: from its chain to a few ways to run it, each with what it keeps and needs.
+"""Plan inside a loop's body or a branch: a few plans of its chain, each with its kept and transient bytes.
 
-A body is a program like any other: it is cut into stages, and `jaxsub.planners.optimal` plans them. There are two ways
-to use such a plan. Where the step or the branch is a region of its own, the plan nests in it, and what it needs is what
-it is predicted to; its regions save values where JAX saves them in nests. Where it is none, its outermost regions keep
-what they read and save until the backward pass, in every step anew; then the last stage is a region too, since its
-backward pass does not start at once.
+A body is a program like any other: it is cut into stages, and `jaxsub.planners.optimal` plans them. Such a plan is used
+in two ways. Where the step or the branch is a region, the plan nests in it and needs its predicted peak; its regions
+save values where JAX allows that in nests. Otherwise the inputs and saved values of its outermost regions are live
+until the backward pass, for every step; then the last stage is a region too, since its backward pass does not start at
+once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ BodyChain = Callable[[Program, tuple[int, ...]], Chain]
 
 @dataclass(frozen=True, slots=True)
 class BodyPlan:
-    """One way to run a body or a branch.
+    """One plan inside a body or a branch.
 
     Attributes:
-        inside: The way.
-        is_region: Whether it is meant to nest in a region round the whole.
-        kept_bytes: What it keeps from its forward to its backward pass beside its inputs; 0 in a region.
-        transient_bytes: What its backward pass allocates, the kept included.
-        again_flops: What its backward pass executes again; in a region, beyond what the region itself does.
+        inside: The plan.
+        is_region: Whether it nests in a region around the whole body.
+        kept_bytes: Bytes that are live from its forward to its backward pass beside its inputs; 0 in a region.
+        transient_bytes: Bytes that its backward pass allocates, kept bytes included.
+        recompute_flops: FLOPs that its backward pass recomputes; in a region, beyond those of the region itself.
     """
 
     inside: Inside
     is_region: bool
     kept_bytes: int
     transient_bytes: int
-    again_flops: float
+    recompute_flops: float
 
 
 def body_cuts(body: Program) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _kept(chain: Chain) -> Iterator[BodyPlan]:
         for run in runs:
             kept += chain.kept_bytes(run)
             stored += int(chain.crossing_bytes[run.start, run.stop])
-        # what crosses the last cut are the body's results: they stand anyway
+        # the values that cross the last cut are the body's results: they are live anyway
         stored -= int(chain.crossing_bytes[runs[-1].start, runs[-1].stop])
         found = predict(chain, runs)
         yield BodyPlan(_inside(chain, runs), False, kept + stored, found.temp_bytes, extra_flops(chain, runs))
@@ -101,9 +101,9 @@ def _inside(chain: Chain, runs: Sequence[Run]) -> Inside:
 
 
 def _thinned(found: Iterator[BodyPlan]) -> list[BodyPlan]:
-    """Of plans those that need less and less, evenly, with what they execute again."""
+    """Choose a few plans, by rising recompute and clearly falling memory."""
     steps: list[BodyPlan] = []
-    for plan in sorted(found, key=lambda p: (p.again_flops, p.kept_bytes + p.transient_bytes)):
+    for plan in sorted(found, key=lambda p: (p.recompute_flops, p.kept_bytes + p.transient_bytes)):
         need = plan.kept_bytes + plan.transient_bytes
         if not steps or need < TUNING.much_less * (steps[-1].kept_bytes + steps[-1].transient_bytes):
             steps.append(plan)

@@ -1,8 +1,8 @@
-"""What every stage and every option of it costs: a `Chain`, from a `Program` and its cuts, without any compiler.
+"""Price every stage and option: a `Chain` from a `Program` and its cuts, without any compiler.
 
-Bytes of saved values, of what crosses the cuts and of shared weights are exact. What a backward or forward pass
-allocates for itself is estimated from live ranges over the stage's own gradient (`jaxsub.costs.live_ranges`), once for
-each distinct run and option. Nothing is compiled.
+Bytes of saved values, crossing values and shared weights are exact. The transient bytes of forward and backward passes
+are estimated from live ranges over the stage's own gradient (`jaxsub.costs.live_ranges`), once for each distinct run
+and option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.cond_options import BranchChoice, branch_choices
-from jaxsub.costs.dead_inputs import spent_crossings, spent_inputs
+from jaxsub.costs.dead_inputs import dead_crossings, dead_inputs
 from jaxsub.costs.hoisted_constants import TOGETHER, Shape, hoisting, shared_zeros
 from jaxsub.costs.roofline import Clock, StageSeconds, by_seconds, eqns_seconds
 from jaxsub.costs.scan_options import LoopChoice, loop_choices
@@ -44,14 +44,14 @@ class Pricer:
 
     Attributes:
         program: The program.
-        target: What to compile for.
-        store: Where measured seconds are remembered between processes, or `None`.
+        target: The device to compile for.
+        store: The price cache for measured seconds, or `None`.
         progress: Called with each label as something is timed.
-        profile: Where seconds come from: `False` for the target's figures, `True` to time the stages on the device,
-            `"roofline"` for the figures again. Where it is not `False`, chains are weighed by seconds.
-        share: What one device holds of a byte, where the program is spread over several (`jaxsub.jaxpr.shardings`).
+        profile: Where seconds come from: `False` or `"roofline"` for the target's figures, `True` to time the stages
+            on the device. Where it is not `False`, chains are weighed by seconds.
+        share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
-        offload: The memory that values may be kept in beside the device's; chains are then weighed by seconds.
+        offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Pricer:
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _known: dict[tuple[str, Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(init=False, default_factory=dict)
-    _ways: dict[Kind, tuple[LoopChoice | BranchChoice, ...]] = field(init=False, default_factory=dict)
+    _loop_choices: dict[Kind, tuple[LoopChoice | BranchChoice, ...]] = field(init=False, default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], tuple[int, ...]], Chain] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
     _clock: Clock = field(init=False)
@@ -84,9 +84,6 @@ class Pricer:
         Args:
             cuts: The first node of each stage, and the number of nodes last.
             sizes: How many stages the regions of several stages have.
-
-        Returns:
-            The chain, for planners.
         """
         key = tuple(cuts), tuple(sizes)
         if key not in self._chains:
@@ -100,16 +97,16 @@ class Pricer:
         ends = block_ends(self.program.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
         traced = {run: self._run(*run, cuts) for run in free}
-        spent = spent_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
-        stages = tuple(self._stage(start, stop, spent.get((start, stop), ()), cuts, zeros) for start, stop in runs)
+        dead = dead_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
+        stages = tuple(self._stage(start, stop, dead.get((start, stop), ()), cuts, zeros) for start, stop in runs)
         spans = spans_of(cuts, ends, sizes)
         wanted = dict.fromkeys((*self._worth(spans, cuts), *blocks))
         items = [Item(a, b, self._options(cuts, a, b, stages[a:b], zeros)) for a, b in wanted]
         items += [
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
         ]
-        gone = {run: found for run, found in spent.items() if self._gone_bytes(*run, found, run == runs[-1])}
-        marked = spent_crossings(self.program.graph, cuts, gone)
+        dead = {run: found for run, found in dead.items() if self._dead_bytes(*run, found, run == runs[-1])}
+        marked = dead_crossings(self.program.graph, cuts, dead)
         crossings = find_crossings(self.program.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic", self._clock.origin,
@@ -132,23 +129,23 @@ class Pricer:
         return bool(self.profile or self.offload)
 
     def timed(self, plan: Plan) -> Plan:
-        """The plan with the seconds of its regions, where its chain left out how long options take."""
+        """Add the seconds of a plan's regions, where its chain has no seconds of options."""
         if plan.prediction is None or not plan.prediction.untimed:
             return plan
         found = plan.prediction
-        spent = sum(self._again_seconds(*region) for region in found.untimed if not self._is_pinned(*region[:2]))
-        found = replace(found, extra_seconds=(found.extra_seconds or 0.0) + spent, untimed=())
+        seconds = sum(self._recompute_seconds(*region) for region in found.untimed if not self._is_pinned(*region[:2]))
+        found = replace(found, extra_seconds=(found.extra_seconds or 0.0) + seconds, untimed=())
         return plan.replace(prediction=found)
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """Single stages, and longer regions of kinds that occur more than once, or of few stages: worth a trace."""
+        """List the regions worth tracing: single stages, and longer ones if few or of kinds that occur repeatedly."""
         count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
         is_short = len(cuts) - 1 <= TUNING.few_stages
         worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
         return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
 
     def _is_pinned(self, start: int, stop: int) -> bool:
-        """Whether a run holds what must be executed once: it is never wrapped, and not traced by itself."""
+        """Tell whether a run has an equation that must run once: it is never wrapped, and not traced by itself."""
         return not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
 
     def _kind(self, start: int, stop: int) -> Kind:
@@ -170,12 +167,10 @@ class Pricer:
 
     def _hoisting(self, start: int, stop: int, zeros: Zeros) -> str:
         if stop == len(self.program.eqns):
-            return ""  # its backward pass begins at once, and is counted as a whole
+            return ""  # its backward pass starts at once, and both passes are priced together
         return hoisting(self._run(start, stop)[0], zeros, is_cpu=self._is_cpu)
 
-    def _stage(
-        self, start: int, stop: int, spent_inputs: tuple[int, ...], cuts: tuple[int, ...], zeros: Zeros
-    ) -> Stage:
+    def _stage(self, start: int, stop: int, dead: tuple[int, ...], cuts: tuple[int, ...], zeros: Zeros) -> Stage:
         graph = self.program.graph
         nodes = graph.nodes[start:stop]
         is_last = stop == len(graph.nodes)
@@ -185,26 +180,27 @@ class Pricer:
         tail = self._run(start, stop)[1][0].recompute_flops
         transient = self._bytes("last" if is_last else "backward", start, stop, ())
         keep = self._bytes("last" if is_last else "keep", start, stop, ())
-        gone = self._gone_bytes(start, stop, spent_inputs, is_last)
+        dead_bytes = self._dead_bytes(start, stop, dead, is_last)
         what = self._hoisting(start, stop, zeros)
         hoisted = self._bytes(what, start, stop, ()) if what else 0
         ahead = hoisted if what == TOGETHER else 0
         sums = summed_sizes(graph, cuts, start, stop)
-        sizes = self._kept_sizes(start, stop, 0 if is_last else keep - gone)
-        made, spent = graph.made_by(start, stop), self._seconds(start, stop)
+        sizes = self._kept_sizes(start, stop, 0 if is_last else keep - dead_bytes)
+        made, passes = graph.made_by(start, stop), self._seconds(start, stop)
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
-            self._bytes("forward", start, stop, ()), transient - gone * is_last, ahead + max(0, keep - gone),
-            (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - gone,
+            self._bytes("forward", start, stop, ()), transient - dead_bytes * is_last,
+            ahead + max(0, keep - dead_bytes),
+            (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - dead_bytes,
             sum(graph.values[v].n_bytes for v in made), made.start,
             hoisted,
-            spent.forward, spent.backward, spent.scale * self._again_seconds(start, stop, ()),
+            passes.forward, passes.backward, passes.scale * self._recompute_seconds(start, stop, ()),
             sizes,
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),
-            0 if self._is_cpu or is_last else max(0, keep - gone - sum(sizes)),
+            0 if self._is_cpu or is_last else max(0, keep - dead_bytes - sum(sizes)),
             0 if self._is_cpu else operand_bytes(graph, start, stop),
             ahead,
         )  # fmt: skip
@@ -215,25 +211,25 @@ class Pricer:
             self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, gpu=self.target.gpu)
         return self._sizes[key]
 
-    def _gone_bytes(self, start: int, stop: int, spent_inputs: tuple[int, ...], is_last: bool) -> int:
-        """Bytes of inputs that are gone when an unwrapped stage has read them, no more than it keeps instead."""
+    def _dead_bytes(self, start: int, stop: int, dead: tuple[int, ...], is_last: bool) -> int:
+        """Sum the bytes of an unwrapped stage's dead inputs, up to the bytes that it keeps instead."""
         what = "last" if is_last else "keep"
-        if not spent_inputs:
+        if not dead:
             return 0
-        values = (self.program.graph.values[self._run(start, stop)[0].function.reads[i]] for i in spent_inputs)
+        values = (self.program.graph.values[self._run(start, stop)[0].function.reads[i]] for i in dead)
         size, keep = sum(v.n_bytes for v in values), self._bytes(what, start, stop, ())
-        held = self._bytes("last" if is_last else "held", start, stop, spent_inputs)
+        held = self._bytes("last" if is_last else "held", start, stop, dead)
         return min(size, max(0, size + keep - held), keep)
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
-        """How long the passes of a stage take."""
+        """Estimate or time the passes of a stage."""
         traced, found = self._run(start, stop)
         return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
 
-    def _again_seconds(self, start: int, stop: int, saved: tuple[int, ...]) -> float:
-        """By roofline, how much longer a backward pass takes than that of the choice that executes least again."""
+    def _recompute_seconds(self, start: int, stop: int, saved: tuple[int, ...]) -> float:
+        """Estimate how much longer a backward pass takes than that of the choice of least recompute, by roofline."""
         traced, found = self._run(start, stop)
-        return self._clock.again(self._kind(start, stop), traced, saved, found[-1].saved)
+        return self._clock.recompute(self._kind(start, stop), traced, saved, found[-1].saved)
 
     def _options(
         self, cuts: tuple[int, ...], first: int, end: int, stages: Sequence[Stage], zeros: Zeros
@@ -245,9 +241,9 @@ class Pricer:
         options = []
         for c in found:
             transient = self._bytes("backward", start, stop, c.saved)
-            spent = pace * self._again_seconds(start, stop, c.saved) if self._minimises_seconds else 0.0
+            seconds = pace * self._recompute_seconds(start, stop, c.saved) if self._minimises_seconds else 0.0
             sizes = saved_sizes(graph, start, stop, c.saved)
-            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, spent,
+            options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, seconds,
                                   saved_sizes=sizes))  # fmt: skip
         return with_offloading(graph, start, stop, options, self.target) if self.offload else tuple(options)
 
@@ -255,34 +251,32 @@ class Pricer:
         return stage.stop == stage.start + 1 and stage.start in self._loops
 
     def _loop_options(self, stage: Stage) -> Iterator[Option]:
-        """The ways to run the loop or conditional that a stage is, as it stands or in a region that keeps nothing."""
+        """Yield the options of a stage that is a loop or conditional, unwrapped and in a region that saves nothing."""
         kind, least_bytes = self._kind(stage.start, stage.stop), float("inf")
-        if kind not in self._ways:
-            self._ways[kind] = self._found_ways(stage.start)
-        for way in self._ways[kind]:
-            loop = replace(way.loop, node=0)
-            spent = way.again_flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
-            if isinstance(way, LoopChoice) or not way.is_region:
-                kept = min(way.kept_bytes, way.transient_bytes)
-                yield Option((), kept, way.transient_bytes, way.again_flops, spent, (loop,), way.again_flops, False,
-                             spent)  # fmt: skip
-            if way.transient_bytes < least_bytes and stage.stop < len(self.program.eqns):
-                least_bytes, flops = way.transient_bytes, stage.tail_flops + way.again_flops
-                seconds = stage.tail_seconds + spent
-                yield Option((), 0, way.transient_bytes, flops, seconds, (loop,), way.again_flops,
-                             loop_seconds=spent)  # fmt: skip
+        if kind not in self._loop_choices:
+            self._loop_choices[kind] = self._choices_of(stage.start)
+        for c in self._loop_choices[kind]:
+            loop, flops = replace(c.loop, node=0), c.recompute_flops
+            seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
+            if isinstance(c, LoopChoice) or not c.is_region:
+                kept = min(c.kept_bytes, c.transient_bytes)
+                yield Option((), kept, c.transient_bytes, flops, seconds, (loop,), flops, False, seconds)
+            if c.transient_bytes < least_bytes and stage.stop < len(self.program.eqns):
+                least_bytes = c.transient_bytes
+                yield Option((), 0, c.transient_bytes, stage.tail_flops + flops, stage.tail_seconds + seconds, (loop,),
+                             flops, loop_seconds=seconds)  # fmt: skip
 
-    def _found_ways(self, node: int) -> tuple[LoopChoice | BranchChoice, ...]:
+    def _choices_of(self, node: int) -> tuple[LoopChoice | BranchChoice, ...]:
         if self.program.eqns[node].primitive.name == "cond":
             return branch_choices(self.program, node, self._body_chain)
         return loop_choices(self.program, node, self._body_chain, gpu=self.target.gpu)
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
-        """A loop's body or a branch, priced."""
+        """Price a loop's body or a branch."""
         return Pricer(body, self.target, self.store, self.progress).chain(cuts)
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
-        """What a pass of a run allocates, estimated once for all runs of a kind (`analytic.counted`)."""
+        """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
         key = what, self._kind(start, stop), saved
         if key not in self._known:
             at_once = what == "last" and self.program.loss is not None

@@ -1,4 +1,4 @@
-"""What kind of work an equation is, for the kernels that it may be part of: see `jaxsub.costs.fusion`."""
+"""Classify equations for fusion into kernels: see `jaxsub.costs.fusion`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ VIEWS = frozenset("reshape transpose squeeze expand_dims optimization_barrier na
 SLOW = frozenset(
     "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
 )
-"""Elementwise primitives that the compiler does not like to do twice."""
+"""Elementwise primitives that the compiler avoids to duplicate."""
 
 RESHAPES = frozenset("reshape transpose squeeze expand_dims broadcast_in_dim".split())
 TAKEN_IN = frozenset("add add_any sub mul div neg max min exp".split())
-"""Elementwise primitives that a library call for a product takes in on a CPU."""
+"""Elementwise primitives that a CPU's library call for a product fuses."""
 
 PLAIN = TAKEN_IN.union(
     SLOW,
     "select_n broadcast_in_dim integer_pow convert_element_type iota pad slice concatenate sign abs square".split(),
     "eq ne lt le gt ge and or not".split(),
 )
-"""Elementwise primitives that are met often."""
+"""Frequent elementwise primitives."""
 
 REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 IN_PLACE = frozenset("scatter scatter-add scatter_add dynamic_update_slice".split())
@@ -34,7 +34,7 @@ WINDOWS = ("reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
 
 
 def is_view(eqn: Any) -> bool:
-    """Whether an equation makes no new values: its result lies where its operand lies."""
+    """Tell whether an equation's result shares its operand's memory."""
     if eqn.primitive.name == "broadcast_in_dim":
         a, v = eqn.invars[0], eqn.outvars[0]
         return bool(compat.is_var(a)) and math.prod(a.aval.shape) == math.prod(v.aval.shape)
@@ -42,7 +42,7 @@ def is_view(eqn: Any) -> bool:
 
 
 def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
-    """Whether an equation is fused with what reads its result."""
+    """Tell whether an equation is fused into its consumers."""
     return eqn.primitive.name in PLAIN or not (
         is_costly(eqn)
         or is_reduction(eqn)
@@ -56,24 +56,24 @@ def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
 
 
 def is_dear(eqn: Any) -> bool:
-    """Whether an elementwise equation is not done again for each element of something larger."""
+    """Tell whether an elementwise equation is too costly to be repeated for each element of something larger."""
     is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])
     return is_quotient or eqn.primitive.name in SLOW
 
 
 def is_reduction(eqn: Any) -> bool:
-    """Whether an equation sums, or the like, over axes."""
+    """Tell whether an equation reduces or accumulates over axes."""
     return bool(eqn.primitive.name.startswith(REDUCTIONS))
 
 
 def summed_columns(eqn: Any) -> tuple[int, ...] | None:
-    """The axes that an equation sums over where they are not the last; `None` of any other."""
+    """Return the axes that an equation reduces if the last is not among them; `None` for any other equation."""
     axes = eqn.params.get("axes", ()) if is_reduction(eqn) else ()
     return tuple(axes) if axes and eqn.invars[0].aval.ndim - 1 not in axes else None
 
 
 def is_copied(eqn: Any, place: int) -> bool:
-    """Whether a product or convolution reads a transposed copy: it does not read the operand as it lies."""
+    """Tell whether a product or convolution needs a transposed copy of an operand."""
     if eqn.primitive.name == "conv_general_dilated":
         spec, ndim = eqn.params["dimension_numbers"][place], eqn.invars[place].aval.ndim
         inner = tuple(range(1, ndim - 1)) if place == 0 else tuple(range(ndim - 2))
@@ -87,20 +87,20 @@ def is_copied(eqn: Any, place: int) -> bool:
 
 
 def flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """What a product reads or makes in two dimensions, whatever it has in the program."""
+    """List the operands and the result that a product reshapes to two dimensions."""
     if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1][0]:
         return []
     return [v for v in (*ins, *eqn.outvars) if compat.is_var(v) and v.aval.ndim > 2]
 
 
 def is_unary(eqn: Any) -> bool:
-    """Whether an equation reads no more than one array of its result's size: to do it again reads nothing more."""
+    """Tell whether an equation reads at most one array of its result's size, so that repeating it reads no more."""
     size = array_bytes(eqn.outvars[0])
     return sum(array_bytes(a) >= size for a in set(filter(compat.is_var, eqn.invars))) <= 1
 
 
-def spread_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Operands of an elementwise equation that are spread over some of its result's axes, and the result's shape."""
+def broadcast_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """List the operands that an elementwise equation broadcasts over some of its result's axes, with its shape."""
     if eqn.primitive.name == "broadcast_in_dim" or len(eqn.invars) < 2:
         return []
     shape = eqn.outvars[0].aval.shape
@@ -109,5 +109,5 @@ def spread_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def array_bytes(v: Any) -> int:
-    """Bytes of a value; 0 of what is no array."""
+    """Bytes of a value; 0 for other values than arrays."""
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0

@@ -1,18 +1,18 @@
-"""Which kernels a compiler makes of equations: what is stored, and what is read inside the kernel that reads it.
+"""Predict the compiler's fusion: which kernels it makes of equations, and which values it stores.
 
-The compiler does not store most values of a jaxpr: elementwise chains are computed inside the kernel that reads them.
-A value is *stored* if a product, a convolution, a gather or a loop makes or reads it, if a reduction makes it, or if it
-goes out. Every other value is *virtual*: its reader reads the stored values that it is made of, and prolongs their
-lives. Reshapes, transposes and barriers are views; equations that are the same are one.
+The compiler does not store most values of a jaxpr: elementwise chains are computed inside the kernels that read them. A
+value is *stored* if a product, a convolution, a gather or a loop makes or reads it, if a reduction makes it, or if it
+is an output. Every other value is *virtual*: its readers read the stored values behind it, which are live until then.
+Reshapes, transposes and barriers are views; equal equations are merged.
 
-On a CPU more is stored. Elementwise work that is slow, such as tanh, is done once where several kernels need it. Sums
-and products are calls of a library, which takes in the elementwise work before a sum only as far as nothing else reads
-it, and reads what is spread over rows, beside a product, as a whole array. A product that sums over several axes reads
-a transposed copy.
+A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
+products are library calls, which fuse the elementwise work before a reduction only if nothing else reads it, and which
+read a broadcast operand beside a product as a whole array. A product that contracts several axes reads a transposed
+copy.
 
-On a GPU a product reads what unary work is done on, and does that work itself; what is made in parts (see
-`jaxsub.costs.split_k`) is added up by whatever reads it, but once for all where sums or products read it. Slices of one
-array and look-ups of few of its elements are made of it where they are read.
+On a GPU a product fuses unary work on its operands. The parts of a split-K product (`jaxsub.costs.split_k`) are added
+up by each reader, or once where reductions or products read the sum. Slices of an array and look-ups of few of its
+elements are fused into their readers.
 
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
 `xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
@@ -32,6 +32,7 @@ from jaxsub.costs.fusible import (
     SLOW,
     TAKEN_IN,
     array_bytes,
+    broadcast_operands,
     flattened,
     is_copied,
     is_dear,
@@ -39,7 +40,6 @@ from jaxsub.costs.fusible import (
     is_reduction,
     is_unary,
     is_view,
-    spread_operands,
     summed_columns,
 )
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
@@ -49,10 +49,10 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 
 LARGE = 2**20
-"""Elements of the products that a CPU's library joins with sums of them: by trial, between 0.8 and 1.2 million."""
+"""Elements from which a CPU's library fuses products with sums of them: by trial, between 0.8 and 1.2 million."""
 
 PARTS = "parts"
-"""What the parts of a product are named by, beside the product."""
+"""With the product, the key of the buffer of a product's parts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +61,11 @@ class Lives:
 
     Attributes:
         eqns: The equations, in order.
-        given: Variables that stand at the start.
-        outputs: Variables that must stand at the end.
+        given: Variables that are live at the start.
+        outputs: Variables that are live at the end.
         alias: Variables that are other variables.
         is_cpu: Whether to compile for a CPU rather than a GPU.
-        gpu: The GPU, which makes some products in parts; `None` where none does.
+        gpu: The GPU, for split-K products; `None` for no split-K.
         stored: The variables that kernels make.
         kernels: The kernels, in the order of the equations.
     """
@@ -88,7 +88,7 @@ class Lives:
     _reshaped: set[Any] = field(init=False, default_factory=set)
     _flat: set[Any] = field(init=False, default_factory=set)
     _direct: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
-    _spread: dict[Any, set[int]] = field(init=False, default_factory=dict)
+    _broadcasts: dict[Any, set[int]] = field(init=False, default_factory=dict)
     _makers: dict[Any, Any] = field(init=False, default_factory=dict)
     _elementwise: dict[int, bool] = field(init=False, default_factory=dict)
     _parts: dict[Any, int] = field(init=False, default_factory=dict)
@@ -103,29 +103,29 @@ class Lives:
         self._fuse()
 
     def base(self, atom: Any) -> Any:
-        """The variable that an atom is, or is a view of."""
+        """Return the variable that an atom is, or is a view of."""
         found = self._bases.get(atom)
         while found is not None:
             atom, found = found, self._bases.get(found)
         return atom
 
     def ends(self) -> set[Any]:
-        """The buffers of the outputs."""
+        """Return the buffers of the outputs."""
         return {self.base(v) for v in self.outputs if compat.is_var(v)}
 
     def reads(self, eqn: Any) -> frozenset[Any]:
-        """The stored variables that an equation reads, through what is fused with it."""
+        """Return the stored variables that an equation reads, through virtual ones."""
         return self._roots(self._through, eqn)
 
     def _roots(self, roots: dict[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
         return frozenset().union(*(roots.get(self.base(a), ()) for a in eqn.invars if compat.is_var(a)))
 
     def stores(self, eqn: Any) -> bool:
-        """Whether an equation makes something that is stored, rather than read inside the kernel that reads it."""
+        """Tell whether the compiler stores a result of an equation."""
         return any(v in self.stored and self.base(v) is v for v in eqn.outvars)
 
     def _merge(self) -> None:
-        """Find views, and equations that are the same; note who reads what."""
+        """Find views and equal equations, and the readers of each value."""
         seen: dict[Any, Any] = {}
         for position, eqn in enumerate(self.eqns):
             ins = [self.base(a) if compat.is_var(a) else _literal(a) for a in eqn.invars]
@@ -149,12 +149,12 @@ class Lives:
                 self._parts[eqn.outvars[0]] = parts
             for v in filter(compat.is_var, ins):
                 self._readers.setdefault(v, set()).add(position)
-            for w, shape in spread_operands(eqn) if is_elementwise and self.is_cpu else ():
-                self._spread.setdefault((self.base(w), shape), set()).add(position)
+            for w, shape in broadcast_operands(eqn) if is_elementwise and self.is_cpu else ():
+                self._broadcasts.setdefault((self.base(w), shape), set()).add(position)
 
     def _absorb(self) -> None:
-        """Let products take in what alone is made of them element by element: it takes their place."""
-        ends, gone = self.ends(), set[int]()
+        """Fuse into products the elementwise work that is their only reader: its result takes the product's memory."""
+        ends, fused = self.ends(), set[int]()
         for position in self._work:
             eqn = self.eqns[position]
             if eqn.primitive.name != "dot_general":
@@ -167,18 +167,18 @@ class Lives:
                 eqn = self.eqns[works[0]] if len(works) == 1 else None
                 if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
                     break
-                gone.add(works[0])
+                fused.add(works[0])
                 self._bases[eqn.outvars[0]] = product
                 self._beside.setdefault(product, []).extend(a for a in eqn.invars if compat.is_var(a))
                 later = self._readers.get(eqn.outvars[0], set())
                 self._readers[product] = (self._readers[product] - {works[0]}) | later
-        self._work = [p for p in self._work if p not in gone]
-        spread, self._spread = self._spread, {}
-        for (w, shape), positions in spread.items():  # what was spread may lie in a product's place now
-            self._spread.setdefault((self.base(w), shape), set()).update(positions)
+        self._work = [p for p in self._work if p not in fused]
+        spread, self._broadcasts = self._broadcasts, {}
+        for (w, shape), positions in spread.items():  # a broadcast operand may be in a product's memory now
+            self._broadcasts.setdefault((self.base(w), shape), set()).update(positions)
 
     def _store(self) -> None:
-        """Decide what is stored, the last equations first."""
+        """Decide which values are stored, from the last equation to the first."""
         self.stored |= self.ends() | set(self.given)
         absorbed: set[Any] = set()
         homes: dict[Any, frozenset[int]] = {}
@@ -195,7 +195,7 @@ class Lives:
             v = eqn.outvars[0]
             at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
             is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
-            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (is_dear(eqn) and self._is_spread(v))
+            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
             if self.is_cpu and (is_shared or is_slow) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
@@ -203,7 +203,7 @@ class Lives:
             homes[v] = at
 
     def _operand(self, eqn: Any, v: Any) -> Any:
-        """What a GPU's product reads where it would read a value: unary work it does itself, again if need be."""
+        """Find the value that a GPU's product reads for an operand: it fuses unary work, repeated if needed."""
         is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
         while is_fused and v not in self.stored and (maker := self._makers.get(v)) is not None:
             reads = [a for a in maker.invars if compat.is_var(a)]
@@ -213,17 +213,17 @@ class Lives:
         return v
 
     def _looks_through(self, eqn: Any) -> bool:
-        """Whether it is a look-up of fewer elements than there are: a GPU makes just those that it looks up."""
+        """Tell whether an equation looks up fewer elements than there are: a GPU then computes only those."""
         is_gather = eqn.primitive.name == "gather" and not self.is_cpu
         return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
 
-    def _is_spread(self, v: Any) -> bool:
-        """Whether something larger is made of a value, each of its elements read more than once."""
+    def _is_expanded(self, v: Any) -> bool:
+        """Tell whether something larger is made of a value, so that each element is read more than once."""
         readers = (self.eqns[p].outvars[0].aval for p in self._readers.get(v, ()) if self._elementwise[p])
         return any(math.prod(aval.shape) > math.prod(v.aval.shape) for aval in readers)
 
     def _home(self, position: int, homes: dict[Any, frozenset[int]]) -> frozenset[int]:
-        """The kernels that an equation ends up in."""
+        """Find the kernels that an equation is fused into."""
         made = self.eqns[position].outvars  # none where an equation only has an effect
         is_own = not made or made[0] in self.stored
         return frozenset([position]) if is_own else homes.get(made[0], frozenset())
@@ -248,20 +248,20 @@ class Lives:
             else:
                 self._call(position, eqn)
         for v, shape in sorted(self._wholes, key=lambda whole: self._wholes[whole]):
-            self._spread_out(self._wholes[v, shape], v, shape)
+            self._materialise(self._wholes[v, shape], v, shape)
 
     def _call(self, position: int, eqn: Any) -> None:
-        """Add a product, or what else is no elementwise work, and what it takes in."""
+        """Add the kernel of a product, or of other work that is not elementwise, with the work that it fuses."""
         product = eqn.outvars[0] if eqn.outvars else None
         beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
-        wholes = self._awaited(product)
+        wholes = self._materialised(product)
         self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
         over = [self.base(eqn.invars[0])] if eqn.primitive.name in IN_PLACE else []
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
         self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over))
 
     def _split(self, position: int, eqn: Any) -> None:
-        """Add a product in parts, and their sum: fused with what reads it, unless it is stored."""
+        """Add a split-K product and the sum of its parts, which is fused into its readers unless it is stored."""
         v, product = eqn.outvars[0], product_of(eqn)
         parts, length = self._parts[v], padded(product, self._parts[v])
         reads = [self._operand(eqn, self.base(a)) for a in eqn.invars if compat.is_var(a)]
@@ -281,7 +281,7 @@ class Lives:
         self._plain[v] = frozenset([v]) if v in self.stored else frozenset()
 
     def _fuse_elementwise(self, position: int, eqn: Any) -> None:
-        """Fuse an elementwise equation with its readers; of what is stored, a reader may do again what is unary."""
+        """Fuse an elementwise equation into its readers; a reader may repeat unary work on a stored value."""
         reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
         for v in eqn.outvars:
             is_stored = v in self.stored
@@ -294,7 +294,7 @@ class Lives:
                 self._add([v], reads, position, frozenset() if self.is_cpu and v in self._flat else plain & reads)
 
     def _plain_roots(self, eqn: Any) -> frozenset[Any]:
-        """The stored variables of the same shape that an elementwise equation reads element by element."""
+        """Return the stored variables of the same shape that an elementwise equation reads element by element."""
         shape = eqn.outvars[0].aval.shape
         ins = [self.alias.get(a, a) for a in eqn.invars if compat.is_var(a) and a.aval.shape == shape]
         return frozenset().union(*(self._plain.get(self.base(v), ()) for v in ins if v not in self._reshaped))
@@ -312,7 +312,7 @@ class Lives:
         self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes))
 
     def _laid_out(self, position: int, eqn: Any) -> Iterable[Any]:
-        """The buffers that a product reads: some of its operands are copied for it."""
+        """Yield the buffers that a product reads; some are copies in another layout."""
         for place, atom in enumerate(eqn.invars):
             if not compat.is_var(atom):
                 continue
@@ -325,32 +325,32 @@ class Lives:
             else:
                 yield v
 
-    def _awaited(self, product: Any) -> frozenset[Any]:
-        """What is spread over rows beside a product and elsewhere too: the library reads it as a whole array."""
+    def _materialised(self, product: Any) -> frozenset[Any]:
+        """Find broadcast operands beside a product that are broadcast elsewhere too: the library reads whole arrays."""
         if not self.is_cpu or not self._is_product(product) or math.prod(product.aval.shape) < LARGE:
             return frozenset()
         readers = sorted(self._readers.get(product, ()))
-        return frozenset((self.base(w), shape) for r in readers for w, shape in spread_operands(self.eqns[r])
-                         if len(self._spread[self.base(w), shape]) > 1)  # fmt: skip
+        return frozenset((self.base(w), shape) for r in readers for w, shape in broadcast_operands(self.eqns[r])
+                         if len(self._broadcasts[self.base(w), shape]) > 1)  # fmt: skip
 
-    def _spread_out(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
-        """Make a whole array of what is spread over rows, as soon as it is there."""
+    def _materialise(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
+        """Add the kernel that materialises a broadcast operand, as soon as the operand is made."""
         size = math.prod(shape) * v.aval.dtype.itemsize
         self.kernels.append(Kernel(position, ((v, shape),), self._through.get(v, frozenset()), (size,)))
 
     def _is_product(self, v: Any) -> bool:
-        """Whether a product makes a value, and only elementwise work reads it."""
+        """Tell whether a product makes a value that only elementwise work reads."""
         is_product = v in self._makers and self._makers[v].primitive.name == "dot_general"
         return is_product and all(self._elementwise[p] for p in self._readers.get(v, ()))
 
 
 def is_part(buffer: Any) -> bool:
-    """Whether a buffer holds a product in parts."""
+    """Tell whether a buffer holds the parts of a split-K product."""
     return isinstance(buffer, tuple) and buffer[1] == PARTS
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:
-    """What the programs inside an equation allocate."""
+    """Predict the bytes that the inner programs of an equation allocate."""
     if not (bodies := bodies_of(eqn)) or not is_costly(eqn):
         return 0
     peaks = []
@@ -367,7 +367,7 @@ def _literal(atom: Any) -> Any:
 
 
 def _key(eqn: Any, ins: Sequence[Any]) -> Any:
-    """What tells two elementwise equations apart; `None` where that cannot be said."""
+    """Make the key of equal elementwise equations; `None` where parameters are not hashable."""
     key = (eqn.primitive.name, tuple(ins), tuple(v.aval.shape for v in eqn.outvars), tuple(eqn.params.items()))
     try:
         hash(key)

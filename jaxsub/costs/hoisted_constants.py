@@ -1,8 +1,8 @@
-"""What the compiler makes for a region's backward pass ahead of time: arrays that wait for nothing.
+"""Find arrays without operands that the compiler hoists out of a region's backward pass, such as zeros.
 
-The gradient of a look-up is scattered into zeros, that of a pooling into zeros found by arrays of indices. A CPU makes
-such arrays when the program starts. A GPU makes them where they are used; but zeros of one shape it makes in one kernel
-for all that use them, when the first is needed, and those of the other stages stand from then on.
+The gradient of a look-up is scattered into zeros, that of a pooling into zeros at an array of indices. On a CPU such
+arrays are allocated when the program starts. On a GPU they are allocated where they are used; but one kernel makes all
+zeros of one shape when the first is needed, and those of the other stages are live from then on.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from jaxsub.partition.min_cut import TracedRun
 
 SCATTERS = frozenset(("scatter-add", "scatter_add"))
 HOISTING = SCATTERS | {"select_and_scatter_add", "scan"}
-"""Primitives of backward passes for which the compiler makes large arrays that wait for nothing."""
+"""Primitives of backward passes that need large arrays without operands."""
 
 TOGETHER = "hoisted_together"
-"""What stands because several stages need alike zeros: in unwrapped ones too, behind barriers."""
+"""The case of equal zeros that several stages need: they are live in unwrapped stages too, behind barriers."""
 
 Shape = tuple[tuple[int, ...], Any]
 
 
 def hoisting(run: TracedRun, shared: frozenset[Shape], *, is_cpu: bool) -> str:
-    """Which of `hoisted` and `hoisted_together` applies to a run; empty where nothing is made ahead of time.
+    """Tell which of `hoisted` and `hoisted_together` applies to a run; empty where nothing is hoisted.
 
     Args:
         run: The run.
@@ -38,7 +38,7 @@ def hoisting(run: TracedRun, shared: frozenset[Shape], *, is_cpu: bool) -> str:
 
 
 def shared_zeros(runs: Iterable[TracedRun]) -> frozenset[Shape]:
-    """Shapes and dtypes of zeros that the backward passes of more than one of some runs scatter into."""
+    """Find shapes and dtypes of zeros that the backward passes of more than one run scatter into."""
     counts = Counter(shape for run in runs for shape in _zeros(run))
     return frozenset(shape for shape, count in counts.items() if count > 1)
 

@@ -1,6 +1,7 @@
-"""What the passes of a run allocate, without a compiler: lives of what its kernels make (`jaxsub.costs.fusion`).
+"""Predict the bytes that the passes of a run allocate, from live ranges of its kernels' buffers, without a compiler.
 
-The figure is exact on hand-worked chains; `examples/results/prediction/README.md` has what it comes to on networks.
+`jaxsub.costs.fusion` makes the kernels. The prediction is exact on hand-worked chains;
+`examples/results/prediction/README.md` has its errors on networks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from jaxsub.partition.min_cut import TracedRun, mark_of
 
 Found = TypeVar("Found")
 MOST_KNOWN = 64
-"""Of so many runs, those seen last, what was found is remembered."""
+"""Results are kept for so many runs, those seen last."""
 
 
 def backward_bytes(traced: TracedRun, saved: Sequence[int], *, gpu: Target | None = None) -> int:
-    """What the backward pass of a region allocates: saved values, recomputation, cotangents in and out.
+    """Predict the bytes that a region's backward pass allocates: saved and recomputed values, cotangents in and out.
 
     Args:
         traced: The run.
@@ -38,59 +39,59 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, gpu: Target | Non
         gpu: The GPU to compile for; `None` for a CPU.
 
     Returns:
-        Bytes at the peak; the run's inputs, and gradients of weights that join no sum, are not among them.
+        Bytes at the peak, without the run's inputs and without gradients of weights that are added to no sum.
     """
-    again, stored = recomputed(traced, frozenset(saved))
+    eqns, stored = recomputed(traced, frozenset(saved))
     given = (*stored, *traced.cotangents)
-    lives = Lives((*again, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, traced.aliases,
+    lives = Lives((*eqns, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, traced.aliases,
                   gpu is None, gpu)  # fmt: skip
-    standing = {v: aval_bytes(v.aval) for v in given}
+    at_start = {v: aval_bytes(v.aval) for v in given}
     written, scattered = (found - set(given) for found in _written(traced, lives))
     free = written | scattered | (set(traced.inputs) - set(given))
-    return _least_peak(traced, lives, lives.kernels, standing, free, written, n_late=len(again))
+    return _least_peak(traced, lives, lives.kernels, at_start, free, written, n_late=len(eqns))
 
 
-def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], standing: dict[Any, int], free: set[Any],
+def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], at_start: dict[Any, int], free: set[Any],
                 written: set[Any], *, n_late: int = 0) -> int:  # fmt: skip
-    """The peak of a run's passes: on a CPU of its one order, on a GPU of the order that needs least.
+    """Find the peak of a run's passes: on a CPU in its one order, on a GPU in the order that needs least.
 
-    A GPU adds contributions to sums of gradients as soon as they are made: they need not stand at the end.
+    A GPU adds contributions to sums of gradients as soon as they are made: they are not live at the end.
     """
     ends = lives.ends()
     if lives.gpu is None:
-        order = schedule(kernels, (*traced.inputs, *standing), True)
-        return peak_bytes(order, standing, ends, free, written)
+        order = schedule(kernels, (*traced.inputs, *at_start), True)
+        return peak_bytes(order, at_start, ends, free, written)
     outputs = [lives.base(v) for v in (*traced.backward_outputs, *lives.outputs) if compat.is_var(v)]
     ends -= _added(traced, lives)
     kernels = joined(kernels, map(lives.base, lives.given), outputs)
     orders = [kernels, made_late(kernels, n_late), depth_first(kernels, outputs)]
-    orders.append(greedy(kernels, standing, ends, free - written))
-    return min(peak_bytes(order, standing, ends, free, written) for order in orders)
+    orders.append(greedy(kernels, at_start, ends, free - written))
+    return min(peak_bytes(order, at_start, ends, free, written) for order in orders)
 
 
 def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bool = False) -> int:
-    """What is made for a region ahead of its backward pass: arrays that wait for nothing, such as zeros.
+    """Predict the bytes that are hoisted out of a region's backward pass: arrays without operands, such as zeros.
 
-    A CPU makes them when the program starts; a GPU where several stages need alike ones, which is `is_shared`.
+    A CPU makes them when the program starts; a GPU hoists them if several stages need equal ones (`is_shared`).
     """
     if gpu is not None and not is_shared:
         return 0
-    again, _ = recomputed(traced, frozenset())
+    eqns, _ = recomputed(traced, frozenset())
     given = (*traced.inputs, *traced.cotangents)
-    lives = Lives((*again, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True)
+    lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True)
     straight = _written(traced, lives)[1]
     return sum(n for k in lives.kernels if not k.reads
                for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
 
 
 def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None) -> int:
-    """What one pass of a run allocates.
+    """Predict the bytes of one pass of a run.
 
     Args:
         what: `forward`, `backward`, `last` (both passes, the second at once), `unwrapped` (both, the second later),
-            `keep` and `held` (what stands between them, without and with some inputs), `hoisted`, `hoisted_together`.
+            `keep` and `held` (live between them, without and with some inputs), `hoisted`, `hoisted_together`.
         traced: The run.
-        saved: Offsets of the values that a region saves; for `last` and `held` positions of inputs that count too.
+        saved: Offsets of the values that a region saves; for `last` and `held` positions of inputs to count.
         at_once: Whether the run's backward pass starts at once.
         gpu: The GPU to compile for; `None` for a CPU.
     """
@@ -106,13 +107,13 @@ def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool
 
 
 def _added(traced: TracedRun, lives: Lives) -> set[Any]:
-    """The buffers of contributions to sums of gradients: a GPU adds each to its sum as soon as it is made."""
+    """Find the buffers of contributions to sums of gradients: a GPU adds each to its sum as soon as it is made."""
     pairs = zip(traced.backward_outputs, traced.function.differentiated, strict=True)
     return {lives.base(v) for v, i in pairs if compat.is_var(v) and traced.weights[i] and i in traced.function.joined}
 
 
 def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
-    """The buffers of gradients that go straight out, in places of their own, and of those scattered into a sum."""
+    """Find the buffers of gradients that are outputs of their own, and of those scattered into a sum."""
     function = traced.function
     pairs = zip(traced.backward_outputs, function.differentiated, strict=True)
     gradients = {lives.base(v): i not in function.joined for v, i in pairs if compat.is_var(v) and traced.weights[i]}
@@ -125,7 +126,7 @@ def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
 
 
 def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float) -> Stage:
-    """A stage that runs once: it is taken to keep all it makes and to allocate as much again."""
+    """Price a stage that runs once: assume that it keeps all its values and that its passes allocate as much more."""
     made, flops = graph.made_by(start, stop), sum(n.flops for n in graph.nodes[start:stop])
     size = sum(graph.values[v].n_bytes for v in made)
     return Stage(start, stop, kind, flops, flops, size, size, size, size, size, made.start,
@@ -133,7 +134,7 @@ def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float)
 
 
 def forward_bytes(traced: TracedRun, *, gpu: Target | None = None) -> int:
-    """What the forward pass of a run allocates beside what it reads and returns, nothing kept for the backward pass."""
+    """Predict the bytes that a forward pass alone allocates beside inputs and outputs, with no residuals."""
     eqns = compat.needed_for(traced.returned, traced.forward, traced.inputs)
     lives = Lives(eqns, traced.inputs, traced.returned, {}, gpu is None, gpu)
     order = schedule(lives.kernels, lives.given, gpu is None)
@@ -141,21 +142,21 @@ def forward_bytes(traced: TracedRun, *, gpu: Target | None = None) -> int:
 
 
 def kept_bytes(traced: TracedRun, made: Sequence[int] = (), *, gpu: Target | None = None) -> int:
-    """What the compiler is likely to keep of a run between its passes, beside what it reads and returns.
+    """Predict the bytes that are live between the passes of a run, beside inputs and outputs.
 
     Args:
         traced: The run.
-        made: Positions of inputs that count too, where the backward pass reads them.
+        made: Positions of inputs to count, where the backward pass reads them.
         gpu: The GPU to compile for; `None` for a CPU.
     """
-    inputs = {traced.inputs[i] for i in made} & _read_again(traced, gpu).keys()
+    inputs = {traced.inputs[i] for i in made} & _residuals(traced, gpu).keys()
     return sum(_kept(traced, gpu).values()) + sum(aval_bytes(v.aval) for v in inputs)
 
 
 def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target | None = None) -> tuple[int, ...]:
-    """Bytes of each of those values, largest first, as long as they are no more than `most_bytes` together.
+    """List the bytes of each of those values, largest first, up to `most_bytes` together.
 
-    Products in parts are left out: their parts are gone before the run's backward pass writes a gradient.
+    Products in parts are left out: their parts are dead before the run's backward pass writes a gradient.
     """
     sizes = sorted((size for v, size in _kept(traced, gpu).items() if not is_part(v)), reverse=True)
     return tuple(size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= most_bytes)
@@ -163,11 +164,11 @@ def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target |
 
 def _kept(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
     returned = _bases(traced, filter(compat.is_var, traced.returned))
-    return {v: n for v, n in _read_again(traced, gpu).items() if v not in returned and v not in traced.inputs}
+    return {v: n for v, n in _residuals(traced, gpu).items() if v not in returned and v not in traced.inputs}
 
 
 def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:
-    """What values are views of."""
+    """Find the buffers that values are views of."""
     viewed = {
         e.outvars[0]: e.invars[0] for e in traced.forward if e.primitive.name in VIEWS and compat.is_var(e.invars[0])
     }
@@ -181,43 +182,43 @@ def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:
 
 
 def unread_inputs(traced: TracedRun, *, gpu: Target | None = None) -> frozenset[int]:
-    """Which of a run's inputs its own backward pass is not likely to read: positions in `function.reads`.
+    """Find the inputs that a run's own backward pass is not likely to read: positions in `function.reads`.
 
-    An input whose tanh a costly equation reads need not stand until the backward pass, for that reads the tanh.
+    An input whose tanh a costly equation reads is dead after the forward pass: the backward pass reads the tanh.
     """
-    read = _read_again(traced, gpu)
+    read = _residuals(traced, gpu)
     return frozenset(i for i, v in enumerate(traced.inputs) if v not in read and not traced.weights[i])
 
 
 def unwrapped_bytes(
     traced: TracedRun, made: Sequence[int] = (), *, at_once: bool = False, gpu: Target | None = None
 ) -> int:
-    """What both passes of an unwrapped run allocate, cotangents included, beside what it reads and returns.
+    """Predict the bytes that both passes of an unwrapped run allocate beside inputs and outputs, with cotangents.
 
     Args:
         traced: The run.
-        made: Positions of inputs that count too.
-        at_once: Whether the cotangents are there from the start, as the loss's is, or come when all is returned.
+        made: Positions of inputs to count.
+        at_once: Whether the cotangents are live from the start, as the loss's is, or from the last output on.
         gpu: The GPU to compile for; `None` for a CPU.
     """
     lives = _unwrapped(traced, gpu)
     kernels, counted = lives.kernels, {traced.inputs[i] for i in made}
     returned = {lives.base(v) for v in traced.returned if compat.is_var(v)}
     sizes = {v: aval_bytes(v.aval) for v in traced.cotangents}
-    standing = {v: aval_bytes(v.aval) for v in counted}
+    at_start = {v: aval_bytes(v.aval) for v in counted}
     if at_once:
-        standing |= sizes
+        at_start |= sizes
     elif sizes:
         n = len(traced.forward)
         come = Kernel(n, tuple(sizes), frozenset(returned), tuple(sizes.values()))
         kernels = [k for k in kernels if k.position < n] + [come] + [k for k in kernels if k.position >= n]
     written, scattered = (found - sizes.keys() for found in _written(traced, lives))
     free = (set(traced.inputs) - counted) | returned | written | scattered
-    return _least_peak(traced, lives, kernels, standing, free - sizes.keys(), written)
+    return _least_peak(traced, lives, kernels, at_start, free - sizes.keys(), written)
 
 
-def _while_it_lives(find: Callable[[TracedRun, Target | None], Found]) -> Callable[[TracedRun, Target | None], Found]:
-    """Remember what is found of a run, but keep no run alive: its constants may be a user's arrays or tracers."""
+def _cached(find: Callable[[TracedRun, Target | None], Found]) -> Callable[[TracedRun, Target | None], Found]:
+    """Cache results by run, without references to the run: its constants may be a user's arrays or tracers."""
     known: WeakKeyDictionary[TracedRun, dict[Target | None, Found]] = WeakKeyDictionary()
 
     @functools.wraps(find)
@@ -232,18 +233,18 @@ def _while_it_lives(find: Callable[[TracedRun, Target | None], Found]) -> Callab
     return of
 
 
-@_while_it_lives
+@_cached
 def _unwrapped(traced: TracedRun, gpu: Target | None) -> Lives:
-    """Lives in an unwrapped run, forward and then backward."""
+    """Make the kernels of an unwrapped run, forward and then backward."""
     return Lives((*traced.forward, *traced.backward), (*traced.inputs, *traced.cotangents),
                  (*traced.returned, *traced.backward_outputs), traced.aliases, gpu is None, gpu)  # fmt: skip
 
 
-@_while_it_lives
-def _read_again(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
-    """Bytes of the buffers that stand between the passes of an unwrapped run, its inputs among them.
+@_cached
+def _residuals(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
+    """Predict the bytes of each buffer that is live between the passes of an unwrapped run, inputs included.
 
-    A CPU runs before the cotangents come whatever does not wait for them; a GPU runs it when it is needed.
+    A CPU runs everything that does not depend on cotangents before these are made; a GPU runs it when it is needed.
     """
     lives = _unwrapped(traced, gpu)
     waiting, found = set(traced.cotangents), set[Any]()
@@ -259,20 +260,20 @@ def _read_again(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
 
 
 def recomputed(traced: TracedRun, saved: frozenset[int]) -> tuple[list[Any], list[Any]]:
-    """The forward equations that a choice executes again, in order, and the variables it saves.
+    """Find the forward equations that a choice recomputes, in order, and the variables that it saves.
 
     Args:
         traced: The run.
         saved: Offsets of the values it saves.
     """
     wanted = {r for r in traced.residuals if compat.is_var(r)}
-    again, stored = [], []
+    eqns, stored = [], []
     for eqn in reversed(traced.forward):
         if not any(v in wanted for v in eqn.outvars):
             continue
         if mark_of(eqn) in saved:
             stored += [v for v in eqn.outvars if v in wanted]
             continue
-        again.append(eqn)
+        eqns.append(eqn)
         wanted.update(a for a in eqn.invars if compat.is_var(a))
-    return again[::-1], stored
+    return eqns[::-1], stored

@@ -1,9 +1,9 @@
-"""Kernels that a GPU's compiler makes one: those that read the same array, and none of which waits for another.
+"""Fuse kernels as XLA's multi-output fusion does on a GPU: kernels that read the same array and are independent.
 
-Elementwise kernels of one shape that share an operand become one kernel with several results; so do a kernel and
-another that reads its result, if nothing between them has to run first. What is made together stands together, and all
-that any of them reads has to be there before: a value that is executed again for a weight's gradient, say, is made with
-the cotangent that reads the same stored value.
+Elementwise kernels of one shape that share an operand are fused into one kernel with several results; so are a kernel
+and a consumer of its result, if nothing has to run between them. All results of a fused kernel are live at once, and
+all its operands must be live before: a value that is recomputed for a weight's gradient, for example, is made together
+with the cotangent that reads the same stored value.
 
 The compiler goes through the shared arrays from the last to the first. Source: OpenXLA,
 `xla/backends/gpu/transforms/multi_output_fusion.cc`.
@@ -22,16 +22,15 @@ from jaxsub.costs.scheduler import Kernel
 
 
 def joined(kernels: Sequence[Kernel], given: Iterable[Any], outputs: Iterable[Any]) -> list[Kernel]:
-    """Join kernels.
+    """Fuse kernels.
 
     Args:
-        kernels: Kernels, each with a `shape` where it may be joined with others of that shape; in an order in which
-            each finds what it reads.
-        given: Buffers that stand before the first, in order.
+        kernels: Kernels in a valid order, each with a `shape` where it may be fused with others of that shape.
+        given: Buffers that are live before the first, in order.
         outputs: Buffers that the program returns, in order.
 
     Returns:
-        The kernels, in an order in which each finds what it reads.
+        The kernels, in a valid order.
     """
     groups = _Groups(kernels)
     for buffer in _uses_first(kernels, given, outputs):
@@ -41,7 +40,7 @@ def joined(kernels: Sequence[Kernel], given: Iterable[Any], outputs: Iterable[An
 
 
 class _Groups:
-    """Kernels, some of them joined: one of each group stands for it."""
+    """Groups of fused kernels, each named by one of its kernels."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.all = kernels
@@ -49,7 +48,7 @@ class _Groups:
         self.members: dict[int, list[int]] = {i: [i] for i in self.home}
         self.makers = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
         self.readers: dict[Any, list[int]] = {}
-        self.behind: list[int] = []  # as bits, those that a kernel waits for, and itself
+        self.behind: list[int] = []  # for each kernel, itself and those that it depends on, as bits
         for i, kernel in enumerate(kernels):
             for buffer in kernel.reads:
                 self.readers.setdefault(buffer, []).append(i)
@@ -57,7 +56,7 @@ class _Groups:
             self.behind.append(functools.reduce(operator.or_, bits, 1 << i))
 
     def join_readers(self, buffer: Any) -> None:
-        """Join those that read a buffer: with those that are joined already, then with the last."""
+        """Fuse the readers of a buffer: with those that are fused already, then with the last."""
         found = list({self.home[i] for i in self.readers.get(buffer, ()) if self.all[i].shape is not None})
         found.sort(key=lambda i: (len(self.members[i]) == 1, -max(self.members[i])))
         while found:
@@ -68,7 +67,7 @@ class _Groups:
                     found.remove(other)
 
     def join_maker(self, buffer: Any) -> None:
-        """Join what makes a buffer with a reader of it that waits for nothing else that waits for it."""
+        """Fuse the maker of a buffer with a reader, unless another kernel must run between them."""
         maker = self.home[self.makers[buffer]] if buffer in self.makers else None
         readers = {self.home[i] for i in self.readers.get(buffer, ())} - {maker}
         if maker is None or (len(readers) == 1 and len(self.members[next(iter(readers))]) == 1):
@@ -79,7 +78,7 @@ class _Groups:
                 return
 
     def kernels(self) -> list[Kernel]:
-        """The kernels, those joined in the place of their last."""
+        """Return the kernels, fused ones in the place of their last."""
         missing = {i: len(self._before(i)) for i in self.members}
         waiting: dict[int, list[int]] = {}
         for i in self.members:
@@ -109,19 +108,19 @@ class _Groups:
                       max(k.inner_bytes for k in parts), shape=parts[0].shape, each=each)  # fmt: skip
 
     def _alike(self, a: int, b: int) -> bool:
-        """Whether two work on arrays of one shape, and sum over the same axes where both sum."""
+        """Tell whether two kernels work on arrays of one shape, and reduce the same axes where both reduce."""
         if self.all[a].shape is None or self.all[a].shape != self.all[b].shape:
             return False
         axes = {self.all[i].axes for i in (*self.members[a], *self.members[b])} - {None}
         return len(axes) <= 1
 
     def _before(self, i: int) -> set[int]:
-        """Those that one reads from."""
+        """Find the groups that make a group's operands."""
         read = (b for j in self.members[i] for b in self.all[j].reads)
         return {self.home[self.makers[b]] for b in read if b in self.makers} - {i}
 
     def _waits(self, a: int, b: int) -> bool:
-        """Whether one waits for another."""
+        """Tell whether one kernel depends on another."""
         return bool(self.behind[a] >> b & 1)
 
     def _join(self, a: int, b: int) -> None:
@@ -135,7 +134,7 @@ class _Groups:
 
 
 def _uses_first(kernels: Sequence[Kernel], given: Iterable[Any], outputs: Iterable[Any]) -> list[Any]:
-    """Buffers, each before those that it is made of: a walk from the outputs, turned round."""
+    """List buffers, each before its operands: the reverse of a walk from the outputs."""
     reads = {buffer: kernel.reads for kernel in kernels for buffer in kernel.makes}
     places = {buffer: i for i, buffer in enumerate(dict.fromkeys((*given, *reads)))}
     order: dict[Any, None] = {}
@@ -143,7 +142,7 @@ def _uses_first(kernels: Sequence[Kernel], given: Iterable[Any], outputs: Iterab
         stack = [output]
         while stack:
             missing = [b for b in reads.get(stack[-1], ()) if b not in order]
-            if missing:  # what is given is met first, then what is made first
+            if missing:  # program inputs first, then the buffers that are made first
                 stack += sorted(missing, key=lambda b: places.get(b, -1), reverse=True)
             else:
                 order.setdefault(stack.pop())

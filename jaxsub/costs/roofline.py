@@ -1,14 +1,13 @@
-"""How long runs of equations take: from a target's figures, or measured on the device that is there.
+"""Estimate how long runs of equations take, from a target's figures, or measure it on the device in use.
 
-**Roofline** (Williams, Waterman, Patterson, *Roofline: an insightful visual performance model*, CACM 2009): what stores
-its result takes as long as its arithmetic at the target's rate for the dtype, on tensor cores where it is matrix
-products, or as its memory traffic at the target's bandwidth, whichever is longer. What the compiler fuses
-(`jaxsub.costs.live_ranges`) costs nothing itself: whoever stores the result of the fusion reads its roots. Peaks, not
-what a program reaches: launches, caches and how well a kernel fills the device are left out, so that only ratios mean
-much.
+**Roofline** (Williams, Waterman, Patterson, *Roofline: an insightful visual performance model*, CACM 2009): an equation
+whose result is stored takes the longer of two times: its arithmetic at the target's rate for the dtype (on tensor cores
+for matrix products), and its memory traffic at the target's bandwidth. Fused equations (`jaxsub.costs.fusion`) cost
+nothing themselves: the equation that stores the result of the fusion reads its roots. Rates are peaks that programs do
+not reach, and kernel launches, caches and occupancy are left out, so that only ratios mean much.
 
 **Profiled**: forward and backward pass of a stage are compiled for the device in use and timed, the median of several
-runs; what an option executes again is the measured forward pass times its share of that pass by roofline.
+runs. The recompute of an option is the measured forward pass times its share of that pass by roofline.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ MATMULS = frozenset(
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
-"""Primitives that tensor cores do."""
+"""Primitives that run on tensor cores."""
 
 RUNS = 7
-"""Timed runs of each pass, one after the other in turn; the first, which warms caches up, is not among them."""
+"""Timed runs of each pass, in turn, after one that warms up caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class StageSeconds:
 
     Attributes:
         forward: Its forward pass.
-        backward: Its backward pass, nothing executed again.
+        backward: Its backward pass without recompute.
         scale: Measured over roofline; 1 where nothing was measured.
     """
 
@@ -63,13 +62,13 @@ class StageSeconds:
 
 @dataclass(slots=True, eq=False)
 class Clock:
-    """Says how long the runs of one program take on one target; each distinct run is looked at once.
+    """Times of the runs of one program on one target; each distinct run is timed or estimated once.
 
     Attributes:
         program: The program.
         target: The device.
-        is_profiled: Whether stages are timed, rather than taken by roofline.
-        store: Where measured times are remembered between processes, or `None`.
+        is_profiled: Whether stages are timed, rather than estimated by roofline.
+        store: The price cache for measured times, or `None`.
         progress: Called with a label as a stage is timed.
     """
 
@@ -83,18 +82,18 @@ class Clock:
 
     @property
     def origin(self) -> str:
-        """Where its figures come from, as in `jaxsub.core.chain.Prediction`."""
+        """The origin of its figures, as in `jaxsub.core.chain.Prediction`."""
         nominal = ", nominal" if self.target.origin == "nominal" else ""
         return "profiled" if self.is_profiled else f"roofline{nominal}"
 
     def stage(self, kind: Any, run: tuple[int, int], traced: TracedRun, most: Sequence[int]) -> StageSeconds:
-        """How long the passes of a stage take.
+        """Estimate or time the passes of a stage.
 
         Args:
-            kind: What makes two stages alike.
+            kind: The key of equal stages.
             run: Its first node, and the node after its last.
             traced: The stage.
-            most: Offsets of the values that the choice saves which executes least again.
+            most: Offsets of the values that the choice of least recompute saves.
         """
         if kind not in self._stages:
             forward = eqns_seconds(traced.forward, traced.inputs, traced.returned, self.target)
@@ -105,8 +104,8 @@ class Clock:
             self._stages[kind] = found
         return self._stages[kind]
 
-    def again(self, kind: Any, traced: TracedRun, saved: tuple[int, ...], most: tuple[int, ...]) -> float:
-        """By roofline, how much longer a backward pass takes than that of the choice which executes least again."""
+    def recompute(self, kind: Any, traced: TracedRun, saved: tuple[int, ...], most: tuple[int, ...]) -> float:
+        """Estimate how much longer a backward pass takes than that of the choice of least recompute, by roofline."""
         for choice in (saved, most):
             if (kind, choice) not in self._backward:
                 self._backward[kind, choice] = backward_seconds(traced, choice, self.target)
@@ -125,15 +124,15 @@ class Clock:
 
 
 def by_seconds(chain: Chain) -> Chain:
-    """The same chain with FLOPs weighed by how long they take: who plans it minimises seconds.
+    """Weigh a chain's FLOPs by seconds, so that planners minimise seconds.
 
-    A forward pass has as many FLOPs as before; each of its parts has the share of them that it has of the seconds.
+    A forward pass keeps its FLOPs; each of its parts gets the share of them that it has of the seconds.
 
     Args:
         chain: A chain with seconds.
 
     Raises:
-        PlannerError: If nobody knows how long anything takes.
+        PlannerError: If the chain has no seconds.
 
     Example:
         >>> from jaxsub.core.chain import Stage
@@ -143,7 +142,7 @@ def by_seconds(chain: Chain) -> Chain:
     """
     seconds = sum(stage.forward_seconds for stage in chain.stages)
     if seconds <= 0:
-        raise PlannerError("this chain says how many FLOPs its stages take, and not how many seconds")
+        raise PlannerError("the stages of this chain have FLOPs but no seconds, so seconds cannot be minimised")
     rate = chain.forward_flops / seconds
 
     def weighed(option: Option) -> Option:
@@ -156,27 +155,27 @@ def by_seconds(chain: Chain) -> Chain:
 
 
 def backward_seconds(traced: TracedRun, saved: Sequence[int], target: Target) -> float:
-    """How long the backward pass of a region takes at least, with what it executes again.
+    """Estimate how long the backward pass of a region takes at least, recompute included.
 
-    What is elementwise is fused into what reads it: it costs reading what it is made of instead of its result.
+    An elementwise equation is fused into its consumers: these read its operands instead of its result.
 
     Args:
         traced: The run.
         saved: Offsets of the values it saves.
         target: The device.
     """
-    again, stored = recomputed(traced, frozenset(saved))
-    return eqns_seconds((*again, *traced.backward), (*traced.inputs, *stored, *traced.cotangents),
+    eqns, stored = recomputed(traced, frozenset(saved))
+    return eqns_seconds((*eqns, *traced.backward), (*traced.inputs, *stored, *traced.cotangents),
                         traced.backward_outputs, target, traced.aliases)  # fmt: skip
 
 
 def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], target: Target,
                  alias: dict[Any, Any] | None = None) -> float:  # fmt: skip
-    """Seconds by roofline of equations executed in order.
+    """Estimate the seconds of equations by roofline.
 
     Args:
         eqns: The equations.
-        inputs: Variables that stand in memory.
+        inputs: Variables in memory.
         outputs: Atoms that must be stored.
         target: The device.
         alias: Variables that are other variables.
@@ -184,8 +183,8 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
     Example:
         >>> from jaxsub.devices.targets import get_target
         >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(*[jnp.ones((4096, 4096), "bfloat16")] * 2)
-        >>> spent = eqns_seconds(jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, get_target("h100"))
-        >>> f"{spent * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
+        >>> seconds = eqns_seconds(jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, get_target("h100"))
+        >>> f"{seconds * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
         '159 us for 137 GFLOPs and two passes over 32 MiB'
     """
     lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
@@ -195,12 +194,12 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
 def _seconds(eqn: Any, reads: Iterable[Any], is_stored: bool, target: Target) -> float:
     bodies = bodies_of(eqn)
     if bodies and is_costly(eqn):
-        spent = [
+        seconds = [
             eqns_seconds(b.eqns, compat.open_jaxpr(b).invars, compat.open_jaxpr(b).outvars, target) for b in bodies
         ]
         if eqn.primitive.name == "cond":
-            return max(spent)
-        return sum(spent) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+            return max(seconds)
+        return sum(seconds) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
     if not is_stored:
         return 0.0
     moved = sum(_bytes(v) for v in reads) + sum(_bytes(v) for v in eqn.outvars)
@@ -214,7 +213,7 @@ def _bytes(v: Any) -> int:
 
 
 def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:
-    """Time the passes of a run of nodes on the device that is there.
+    """Time the passes of a run of nodes on a present device.
 
     Args:
         program: The program.
@@ -226,7 +225,7 @@ def profile(program: Program, start: int, stop: int, target: Target) -> tuple[fl
         Seconds of the forward and of the backward pass, medians of several runs.
 
     Raises:
-        UnsupportedError: If the device is not there.
+        UnsupportedError: If the device is absent.
     """
     require_present(target)
     function = run_function(program, start, stop)
@@ -241,36 +240,36 @@ def profile(program: Program, start: int, stop: int, target: Target) -> tuple[fl
 
 
 def require_present(target: Target) -> None:
-    """Refuse to time a device that is not there.
+    """Check that a device can be timed.
 
     Raises:
-        UnsupportedError: If the device is not there.
+        UnsupportedError: If the device is absent.
     """
     if not target.is_present:
         raise UnsupportedError(
-            f"profile=True measures stages on the device in use, and `{target.name}` is not there. Plan on a machine "
+            f"profile=True measures stages on the device in use, and `{target.name}` is absent. Plan on a machine "
             'that has it, or pass profile="roofline" to minimise seconds by its published figures.'
         )
 
 
 def _array(aval: Any) -> Any:
-    """Something to run on; what it holds does not change how long it takes."""
+    """Make an array to run on; its values do not change the time."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         impl: list[Any] = []
-        jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), aval)  # it takes keys, not their shape
+        jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), aval)  # it takes keys, not shapes
         return jax.random.split(jax.random.key(0, impl=impl[0]), aval.shape)
     return jnp.ones(aval.shape, aval.dtype)
 
 
 def _median_seconds(functions: Sequence[Any], inputs: Sequence[Any], target: Target) -> list[float]:
-    """Median times of functions, run in turn, so that what else the machine does falls on all alike."""
+    """Time functions in turn, so that other load on the machine affects all equally; return medians."""
     options: Any = (compat.cpu_compiler_options() if target.platform == "cpu" else {}) or None
-    spent: list[list[float]] = [[] for _ in functions]
+    seconds: list[list[float]] = [[] for _ in functions]
     with jax.default_device(target.device):
         calls = [jax.jit(f).lower(*inputs).compile(compiler_options=options) for f in functions]
         for _ in range(RUNS + 1):
-            for call, times in zip(calls, spent, strict=True):
+            for call, times in zip(calls, seconds, strict=True):
                 begin = time.perf_counter()
                 jax.block_until_ready(call(*inputs))
                 times.append(time.perf_counter() - begin)
-    return [statistics.median(times[1:]) for times in spent]
+    return [statistics.median(times[1:]) for times in seconds]

@@ -1,9 +1,9 @@
-"""In what order a compiled program runs its kernels, and what stands in memory meanwhile.
+"""Predict the order in which a compiled program runs its kernels, and its peak of live bytes.
 
-Kernels go in, each with the buffers that it makes and reads; the order and the most bytes that stand at one time come
-out. A CPU runs them breadth first: each as soon as what it reads is there, needed or not. A GPU's compiler tries
-several orders and takes the one that needs least. A kernel may write over an operand of its own shape that dies there,
-and until an output is written its place hosts what fits.
+Kernels go in, each with the buffers that it makes and reads; their order and the most live bytes come out. A CPU runs
+them breadth first: each as soon as its operands are made, needed or not. A GPU's compiler tries several orders and
+takes the one that needs least. A kernel may overwrite an operand of its own shape at its last use, and until an output
+is written, its buffer may host other values that fit.
 
 Sources: OpenXLA, `BFScheduler`, `ListScheduler` and `DFSMemoryScheduler` in
 `xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`, and `xla/service/buffer_assignment.cc`.
@@ -20,19 +20,19 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """What runs at once.
+    """Equations that run as one kernel.
 
     Attributes:
         position: The equation for which it runs.
-        makes: The buffers it makes: variables, or pairs of a variable and what it was copied for.
+        makes: The buffers it makes: variables, or pairs of a variable and the reason for its copy.
         reads: The buffers it reads.
         n_bytes: Bytes of each buffer it makes.
-        inner_bytes: What it allocates for itself.
-        over: Of what it reads, what it may write over: of the same shape, and read element by element.
-        is_late: Whether a single elementwise equation is all of it: of what is ready at once, such come last.
-        shape: Of work that a GPU may do together with other work on arrays of that shape; `None` of other kernels.
+        inner_bytes: Bytes it allocates for itself.
+        over: The operands that it may overwrite: of the same shape, and read element by element.
+        is_late: Whether it is a single elementwise equation: among kernels that are ready, these come last.
+        shape: The shape of kernels that a GPU may fuse with others of that shape; `None` for other kernels.
         axes: The axes it sums over; `None` where it sums over none.
-        each: Of kernels that are joined: for each buffer they make, what that one may be written over.
+        each: For fused kernels: for each buffer they make, the operands that it may overwrite.
     """
 
     position: int
@@ -48,12 +48,12 @@ class Kernel:
 
 
 def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> list[Kernel]:
-    """The order in which kernels run: on a CPU breadth first, on a GPU as they come."""
+    """Order kernels as they run: on a CPU breadth first, on a GPU as given."""
     if not is_cpu:
         return list(kernels)
     made = {buffer for kernel in kernels for buffer in kernel.makes}
-    there = set(given)
-    missing = [len((k.reads & made) - there) for k in kernels]
+    known = set(given)
+    missing = [len((k.reads & made) - known) for k in kernels]
     readers: dict[Any, list[int]] = {}
     for i, kernel in sorted(enumerate(kernels), key=lambda pair: pair[1].is_late):
         for buffer in kernel.reads:
@@ -63,7 +63,7 @@ def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> l
         i = ready.popleft()
         order.append(kernels[i])
         for buffer in kernels[i].makes:
-            for j in readers.get(buffer, ()) if buffer not in there else ():
+            for j in readers.get(buffer, ()) if buffer not in known else ():
                 missing[j] -= 1
                 if not missing[j]:
                     ready.append(j)
@@ -71,11 +71,11 @@ def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> l
 
 
 def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
-    """The same kernels, but those of the first `n` equations only when something else reads what they make.
+    """Delay the kernels of the first `n` equations until another kernel reads their results.
 
     Args:
         kernels: The kernels, in the order of their equations.
-        n: How many equations may wait.
+        n: How many equations may be delayed.
     """
     makers = {buffer: kernel for kernel in kernels for buffer in kernel.makes if kernel.position < n}
     rank = {id(kernel): i for i, kernel in enumerate(kernels)}
@@ -93,16 +93,16 @@ def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
     return list(order.values())
 
 
-def greedy(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], free: set[Any]) -> list[Kernel]:
-    """The same kernels, of those that are ready always the one after which least stands.
+def greedy(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[Any], free: set[Any]) -> list[Kernel]:
+    """Order kernels greedily: of those that are ready, run the one after which the fewest bytes are live.
 
     Args:
-        kernels: The kernels, in an order in which each finds what it reads.
-        standing: Bytes of the buffers that stand at the start.
-        ends: Buffers that must stand at the end.
-        free: Buffers that stand anyway.
+        kernels: The kernels, in a valid order.
+        at_start: Bytes of the buffers that are live at the start.
+        ends: Buffers that are live at the end.
+        free: Buffers that are live anyway.
     """
-    sizes = {**standing, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
+    sizes = {**at_start, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
     makers = {b: i for i, k in enumerate(kernels) for b in k.makes}
     uses = Counter(b for k in kernels for b in k.reads)
     before = [{makers[b] for b in k.reads if b in makers} for k in kernels]
@@ -130,11 +130,11 @@ def greedy(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], 
 
 
 def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kernel]:
-    """The same kernels, each behind what it reads: of that first what most else reads too, and what takes most to make.
+    """Order kernels depth first: operands with the most readers first, then those that need the most memory to make.
 
     Args:
-        kernels: The kernels, in an order in which each finds what it reads.
-        outputs: Buffers that must stand at the end, in order.
+        kernels: The kernels, in a valid order.
+        outputs: Buffers that are live at the end, in order.
     """
     makers = {b: i for i, k in enumerate(kernels) for b in k.makes}
     uses = Counter(b for k in kernels for b in k.reads)
@@ -157,29 +157,29 @@ def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kerne
     return list(order.values())
 
 
-def peak_bytes(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[Any], free: set[Any],
+def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[Any], free: set[Any],
                written: Iterable[Any] = ()) -> int:  # fmt: skip
-    """The most bytes that stand at one time.
+    """Find the peak of live bytes.
 
     Args:
         kernels: The kernels, in the order in which they run.
-        standing: Bytes of the buffers that stand at the start.
-        ends: Buffers that must stand at the end.
-        free: Buffers whose memory is somebody else's.
-        written: Of these, outputs that a kernel writes: until then their places host what fits.
+        at_start: Bytes of the buffers that are live at the start.
+        ends: Buffers that are live at the end.
+        free: Buffers whose memory is counted elsewhere.
+        written: Those of `free` that are outputs which a kernel writes: until then they host other values.
     """
-    sizes = {**standing, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
+    sizes = {**at_start, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    places = [(sizes[b], born[b]) for b in written if b in born]
+    outputs = [(sizes[b], born[b]) for b in written if b in born]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
-    sizes |= dict.fromkeys(_hosted(sizes, spans, places), 0)
+    sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)
     dying: dict[int, list[Any]] = {}
     for buffer, i in last.items():
         dying.setdefault(i, []).append(buffer)
-    live = sum(sizes[b] for b in standing if b in last)
+    live = sum(sizes[b] for b in at_start if b in last)
     peak = live
     for i, kernel in enumerate(kernels):
         size = sum(sizes[b] for b in kernel.makes)
@@ -191,7 +191,7 @@ def peak_bytes(kernels: Sequence[Kernel], standing: dict[Any, int], ends: set[An
 
 
 def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
-    """Bytes that a kernel writes over what dies in it."""
+    """Count the bytes that a kernel writes over operands whose last use it is."""
     left, reused = set(dying), 0
     pairs = [(sizes[b], over) for b, over in zip(kernel.makes, kernel.each, strict=False)]
     for size, over in pairs or [(sum(sizes[b] for b in kernel.makes), kernel.over)]:
@@ -202,15 +202,15 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
     return reused
 
 
-def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], places: Sequence[tuple[int, int]]) -> list[Any]:
-    """The buffers, largest first, that lie in places of outputs before those are written."""
-    places, found = sorted(places), []
-    room, taken = [size for size, _ in places], [0] * len(places)  # a place's bits say when something lies there
+def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], outputs: Sequence[tuple[int, int]]) -> list[Any]:
+    """List the buffers, largest first, that outputs host before they are written."""
+    outputs, found = sorted(outputs), []
+    room, taken = [size for size, _ in outputs], [0] * len(outputs)  # an output's bits are the times it is in use
     for b in sorted((b for b in spans if sizes[b]), key=lambda b: (-sizes[b], spans[b])):
         start, stop = spans[b]
         span = (2 << stop) - (1 << start)
-        for p in range(bisect_left(room, sizes[b]), len(places)):
-            if stop < places[p][1] and not taken[p] & span:
+        for p in range(bisect_left(room, sizes[b]), len(outputs)):
+            if stop < outputs[p][1] and not taken[p] & span:
                 taken[p] |= span
                 found.append(b)
                 break

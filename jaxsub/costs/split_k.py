@@ -1,10 +1,10 @@
-"""Products that a GPU's compiler makes in parts: too few tiles for its cores, so the summed axis is split.
+"""Predict split-K: a GPU's compiler splits the contracted axis of a product that has too few tiles for its cores.
 
-Each part is a whole result in the type that products are summed in; a kernel behind adds the parts up, or whatever
-reads the result adds them up itself. An axis that does not divide is padded: both operands are copied then.
+Each part is a whole result in the accumulation type; a kernel after the product adds the parts up, or the consumers of
+the result do. An axis that does not divide is padded, which copies both operands.
 
-How many parts is the least of an estimate that the compiler makes of a product's time and its sum's. Its weights are
-the compiler's own, by generation. Source: OpenXLA, `xla/backends/gpu/transforms/splitk_rewriter.cc`.
+The compiler takes the number of parts with the least estimated time of the product and the sum. Its weights, by GPU
+generation, are repeated here. Source: OpenXLA, `xla/backends/gpu/transforms/splitk_rewriter.cc`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the compiler's estimate multiplies operations, bytes, bytes of parts, and the sum's start with."""
+    """Factors of the compiler's estimate: for operations, bytes, bytes of parts, and the launch of the sum."""
 
     compute: float
     memory: float
@@ -40,7 +40,7 @@ WEIGHTS = ((10, Weights(100.0, 0.0848863, 189.711, 1.21563e08)), (9, Weights(100
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The sizes of a product: how many, rows, columns, what is summed; bytes of what it reads and is summed in."""
+    """The sizes of a product: batch, rows, columns, contracted length; bytes per element of operands and sums."""
 
     batch: int
     rows: int
@@ -53,7 +53,7 @@ class Product:
 
 
 def product_of(eqn: Any) -> Product:
-    """The sizes of a `dot_general`."""
+    """Read the sizes of a `dot_general`."""
     (summed, _), (batched, _) = eqn.params["dimension_numbers"]
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     batch, inner = (math.prod(left.shape[axis] for axis in axes) for axes in (batched, summed))
@@ -63,7 +63,7 @@ def product_of(eqn: Any) -> Product:
 
 
 def n_parts(eqn: Any, gpu: Target) -> int:
-    """In how many parts a GPU's compiler makes a product; 1 where it is made at once, or is none.
+    """Predict into how many parts a GPU's compiler splits a product; 1 for no split and for other equations.
 
     Args:
         eqn: An equation.
@@ -80,13 +80,13 @@ def n_parts(eqn: Any, gpu: Target) -> int:
 
 
 def padded(product: Product, parts: int) -> int:
-    """The length of the summed axis when it is split."""
+    """Compute the padded length of the contracted axis when it is split."""
     step = parts * max(1, ALIGNED_BYTES // min(product.left_bytes, product.right_bytes))
     return math.ceil(product.summed / step) * step
 
 
 def _estimate(p: Product, parts: int, n_cores: int, weights: Weights) -> float:
-    """How long the compiler expects a product in parts to take, in units of its own."""
+    """Repeat the compiler's estimate of the time of a product in parts, in units of its own."""
     rows, columns = min(p.rows, TILE), min(p.columns, TILE)
     tiles = p.batch * parts * -(-p.rows // TILE) * -(-p.columns // TILE)
     waves = max(1.0, tiles * rows * columns / (n_cores * TILE**2))

@@ -158,7 +158,7 @@ def test_a_plan_in_a_region_saves_values():
     plans = [plan for plan in body_plans(body, pricer._body_chain) if plan.is_region]
     saving = [plan for plan in plans if any(segment.saved for segment in walk(plan.inside.segments))]
     assert bool(saving) == compat.saves_in_nests()
-    again = [plan.again_flops for plan in plans]
+    again = [plan.recompute_flops for plan in plans]
     assert min(again) < max(again)
 
 
@@ -207,7 +207,7 @@ def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
 
     def free():
         ways = loop_choices(program, node, price)
-        return [c for c in ways if c.again_flops < 0.01 * program.graph.nodes[node].flops]
+        return [c for c in ways if c.recompute_flops < 0.01 * program.graph.nodes[node].flops]
 
     found = min(free(), key=lambda way: way.transient_bytes)
     assert found.loop.inside.ways

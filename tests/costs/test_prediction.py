@@ -17,7 +17,7 @@ from jaxsub.core.output_reuse import gradient_sizes, hosted_bytes, operand_bytes
 from jaxsub.core.simulate import predict
 from jaxsub.core.timeline import stage_timeline
 from jaxsub.costs.chain_builder import Pricer
-from jaxsub.costs.dead_inputs import spent_inputs
+from jaxsub.costs.dead_inputs import dead_inputs
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
@@ -66,7 +66,7 @@ def test_what_only_a_tanh_reads_is_gone_afterwards():
         cuts = find_cuts(program.graph)
         runs = list(pairwise(cuts))
         pricer = Pricer(program, CPU)
-        found = spent_inputs(program.graph, runs, {run: pricer._run(*run) for run in runs})
+        found = dead_inputs(program.graph, runs, {run: pricer._run(*run) for run in runs})
         assert any(found[run] for run in runs[2:-1]) == is_spent
         assert any(c.is_spent for c in pricer.chain(cuts).crossings) == is_spent
 

@@ -102,7 +102,7 @@ def test_a_chain_without_seconds_says_so():
     """No seconds are made up: a chain by hand predicts none, and cannot be weighed by them."""
     chain = Chain((Stage(0, 1),), (), ())
     assert predict(chain, chain.plain()).extra_seconds is None
-    with pytest.raises(PlannerError, match="not how many seconds"):
+    with pytest.raises(PlannerError, match="seconds cannot be minimised"):
         seconds.by_seconds(chain)
 
 
@@ -133,7 +133,7 @@ def test_only_the_regions_of_a_plan_are_timed(name, share):
     def timed(item):
         start, stop = chain.stages[item.start].start, chain.stages[item.stop - 1].stop
         return replace(item, options=tuple(
-            o if o.loops else replace(o, recompute_seconds=pricer._again_seconds(start, stop, o.saved))
+            o if o.loops else replace(o, recompute_seconds=pricer._recompute_seconds(start, stop, o.saved))
             for o in item.options
         ))  # fmt: skip
 
@@ -186,7 +186,7 @@ def test_a_device_that_is_not_there_cannot_be_timed():
     """profile=True for an absent GPU is refused with what to do; its published figures can be minimised."""
     loss, args = zoo.BY_NAME["mlp"].toy()
     options = dict(budget=450_000, verify=False, target="h100", cache=False, progress=False)
-    with pytest.raises(UnsupportedError, match=r'`h100` is not there.*profile="roofline"'):
+    with pytest.raises(UnsupportedError, match=r'`h100` is absent.*profile="roofline"'):
         jaxsub.plan(loss, *args, profile=True, **options)
     quick = jaxsub.plan(loss, *args, profile="roofline", **options).prediction
     few = jaxsub.plan(loss, *args, **options).prediction

@@ -86,10 +86,10 @@ def test_written_out_a_loop_needs_what_a_program_without_loops_does():
     program, found = written_out(loop, args)
     (node,) = find_loops(program)
     forward, carry_bytes = program.graph.nodes[node].flops, 4 * 256 * 32
-    choice = min((c for c in found if c.again_flops < forward), key=lambda c: c.transient_bytes)
+    choice = min((c for c in found if c.recompute_flops < forward), key=lambda c: c.transient_bytes)
     g = planned(loop, program, choice)
     more = gradient_flops(g, args) - gradient_flops(loop, args)
-    assert more == pytest.approx(choice.again_flops, rel=0.05)
+    assert more == pytest.approx(choice.recompute_flops, rel=0.05)
     assert more < forward
     assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes < 12 * carry_bytes
 
@@ -103,7 +103,7 @@ def test_long_loops_and_little_gains_are_not_written_out():
     looped_ways = [c for c in loop_choices(program, find_loops(program)[0]) if c.loop.unrolled == 1]
     assert found
     for c in found:
-        as_cheap = [w for w in looped_ways if w.again_flops <= c.again_flops]
+        as_cheap = [w for w in looped_ways if w.recompute_flops <= c.recompute_flops]
         assert not [
             w for w in as_cheap if max(w.kept_bytes / max(c.kept_bytes, 1), w.transient_bytes / c.transient_bytes) < 1.1
         ]
