@@ -273,10 +273,6 @@ class Chain:
         """Bytes of the cotangents that stand when the backward pass reaches cut `cut`."""
         return int(self.cotangent_bytes[0, cut]) if cut else 0
 
-    def region_forward_bytes(self, start: int, stop: int) -> int:
-        """What running stages `start .. stop - 1` forward allocates when nothing inside is kept."""
-        return max(int(self.crossing_bytes[start, s]) + self.stages[s].forward_bytes for s in range(start, stop))
-
     def kept_bytes(self, run: Run) -> int:
         """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
         if run.children:
