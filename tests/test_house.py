@@ -17,7 +17,7 @@ import jaxsub
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
 core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain passes output_reuse
-    timeline simulate folder disk_cache stored figures plan step_plan
+    timeline simulate steps folder disk_cache stored figures plan step_plan
 allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
@@ -29,7 +29,7 @@ emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_u
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
 search: __init__ bracket by_hand slicing belonging candidates name_overrides named_policy verify budget_search
-    slice_search repeated_effects plan_cache progress pipeline call_sites
+    slice_search repeated_effects plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor

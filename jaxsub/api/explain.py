@@ -7,7 +7,6 @@ say where in the program memory comes from.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,9 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
-from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.inline import flatten_jaxpr, scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, in_its_width
 from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
-
-_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +171,13 @@ def _made(atom: Any, eqn: Any, makers: dict[Any, Any]) -> Residual:
     maker = makers.get(eqn.invars[0], eqn) if name is not None and compat.is_var(eqn.invars[0]) else eqn
     aval = atom.aval
     return Residual(tuple(aval.shape), str(aval.dtype), aval_bytes(aval), maker.primitive.name, compat.source_of(maker),
-                    _scope(str(maker.source_info.name_stack)), name)  # fmt: skip
+                    scope_of(str(maker.source_info.name_stack)), name)  # fmt: skip
 
 
 def _given(atom: Any, name: str | None) -> Residual:
     aval, is_constant = atom.aval, name == "const"
     producer = "constant" if is_constant else "argument"
     return Residual(tuple(aval.shape), str(aval.dtype), aval_bytes(aval), producer, name=None if is_constant else name)
-
-
-def _scope(stack: str) -> str:
-    """A name stack without transformations: `jvp(block_0)/attention` is `block_0/attention`."""
-    bare = _TRANSFORMED.sub(r"\1", stack)
-    return bare if bare == stack else _scope(bare)
 
 
 def explain(

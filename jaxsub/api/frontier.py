@@ -83,7 +83,7 @@ class Frontier(Shown):
         """Draw memory against recomputation; needs matplotlib.
 
         Args:
-            ax: The matplotlib axes to draw on; `None` for the current ones.
+            ax: The matplotlib axes to draw on; `None` for a new figure's.
 
         Returns:
             The axes.

@@ -80,7 +80,7 @@ class XlaTimeline:
         """Draw live bytes over instructions; needs matplotlib.
 
         Args:
-            ax: The matplotlib axes to draw on; `None` for the current ones.
+            ax: The matplotlib axes to draw on; `None` for a new figure's.
 
         Returns:
             The axes.

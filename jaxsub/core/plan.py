@@ -24,29 +24,13 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.output_reuse import unfenced
 from jaxsub.core.shown import Shown
 from jaxsub.core.simulate import check_runs, predict
+from jaxsub.core.steps import Holding, Steps
 from jaxsub.core.stored import Stored
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
 DIGITS = 12  # hexadecimal, for each equation: two of some thousands are hardly ever alike by chance
 MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
 MOST_FAULTS = 8  # how many faults of a plan are named
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One value that a plan keeps from the forward to the backward pass, in words.
-
-    Attributes:
-        label: Its name, shape and source line.
-        n_bytes: Its bytes.
-        count: How many alike are kept.
-        is_offloaded: Whether it is kept in host memory.
-    """
-
-    label: str
-    n_bytes: int
-    count: int
-    is_offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +57,7 @@ class Plan(Shown, Stored):
         note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
         slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.
         policy_names: What its regions save, by name; `None` for a plan made by hand.
+        steps: Its loops and slices opened: what each step saves and recomputes, and what is live inside one.
         timeline: What stands in memory step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
@@ -97,6 +82,7 @@ class Plan(Shown, Stored):
     slices: tuple[Slices, ...] = ()
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
+    steps: tuple[Steps, ...] = field(default=(), repr=False)
     equations: str = field(default="", repr=False)
     note: str = ""
     policy_names: PolicyNames | None = field(default=None, repr=False)
@@ -201,6 +187,7 @@ class Plan(Shown, Stored):
         found += [f"{name}.{fault}" for name, said in measured.items() if said is not None for fault in said.faults()]
         found += [f"{name}.{fault}" for name, said in replayed.items() if said is not None
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip
+        found += [f"steps.{fault}" for steps in self.steps for fault in steps.faults()]
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
         n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices if not run.within)
@@ -255,18 +242,22 @@ class Plan(Shown, Stored):
 
         return exported(self, form)
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Any = None, *, inside: int | None = None) -> Any:
         """Draw what is alive over time, before and after; needs matplotlib.
 
         Args:
-            ax: The matplotlib axes to draw on; `None` for the current ones.
+            ax: The matplotlib axes to draw on; `None` for a new figure's.
+            inside: Which of `steps` to draw one of instead; `None` for the whole plan.
 
         Returns:
             The axes.
-        """
-        from jaxsub.show.plot import plot_plan  # noqa: PLC0415 - shown only when asked
 
-        return plot_plan(self, ax)
+        Raises:
+            IndexError: If there are no such steps.
+        """
+        from jaxsub.show.plot import plot_plan, plot_steps  # noqa: PLC0415 - shown only when asked
+
+        return plot_plan(self, ax) if inside is None else plot_steps(self.steps[inside], ax)
 
 
 def plan_from_runs(

@@ -10,6 +10,9 @@ forward and its backward pass are one step.
 
 from __future__ import annotations
 
+import os.path
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -328,34 +331,44 @@ def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
     return replace(timeline, pieces=tuple(replace(p, label=label(p)) for p in timeline.pieces), stage_labels=stages)
 
 
+def family(label: str) -> str:
+    """A label without the numbers in its module path: alike layers have one.
+
+    Example:
+        >>> family("block_3/mlp: dot_general model.py:48")
+        'block_*/mlp: dot_general model.py:48'
+    """
+    path, colon, rest = label.partition(": ")
+    return re.sub(r"\d+", "*", path) + colon + rest if colon and " " not in path else label
+
+
 def value_label(graph: Graph, value: int) -> str:
-    """A value in words: its name (its own, or what the user names it next) or its maker, dtype, shape, source line."""
+    """A value in words: module path, its name (its own, or what the user names it next) or its maker, shape, line."""
     v = graph.values[value]
     node = graph.nodes[v.producer] if v.producer is not None else None
     dims = ",".join(map(str, v.shape))
     named = (graph.values[graph.nodes[c].outputs[0]].name for c in v.consumers if graph.nodes[c].primitive == "name")
     name = v.name or next(named, None) or (node.primitive if node is not None else "input")
-    return f"{name} {v.dtype}[{dims}] {node.source if node is not None else ''}".strip()
+    scope = f"{node.scope}: " if node is not None and node.scope else ""
+    return f"{scope}{name} {v.dtype}[{dims}] {node.source if node is not None else ''}".strip()
 
 
 def _values_label(graph: Graph, values: Iterable[int]) -> str:
     ordered = sorted(values, key=lambda v: -graph.values[v].n_bytes)
-    counts: dict[str, int] = {}
-    for v in ordered:
-        counts[value_label(graph, v)] = counts.get(value_label(graph, v), 0) + 1
+    counts = Counter(family(value_label(graph, v)) for v in ordered) if len(ordered) > 1 else Counter(
+        value_label(graph, v) for v in ordered)  # fmt: skip
     shown = [f"{n} x {text}" if n > 1 else text for text, n in list(counts.items())[:NAMED_VALUES]]
     rest = sum(list(counts.values())[NAMED_VALUES:])
     return "; ".join(shown) + (f"; and {rest} more" if rest else "")
 
 
 def _kept_label(graph: Graph, nodes: Sequence[int], piece: Piece) -> str:
-    return f"what the compiler keeps of {_stage_label(graph, nodes[piece.first_stage], nodes[piece.stop_stage])}"
+    return f"{_stage_label(graph, nodes[piece.first_stage], nodes[piece.stop_stage])}, kept by the compiler"
 
 
 def _stage_label(graph: Graph, start: int, stop: int) -> str:
     """What a run of nodes is: its named scope, or the source line of the node with most FLOPs."""
     inside = graph.nodes[start:stop]
     heaviest = max(inside, key=lambda node: node.flops)
-    scopes = {node.scope for node in inside}
-    scope = scopes.pop() if len(scopes) == 1 else ""
-    return " ".join(part for part in (scope, heaviest.primitive, heaviest.source) if part)
+    scope = os.path.commonpath([node.scope for node in inside if node.scope] or [""]) or heaviest.scope
+    return " ".join(part for part in (f"{scope}:" if scope else "", heaviest.primitive, heaviest.source) if part)

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from jaxsub.core.chain import Chain, Item, Option, Stage
 from jaxsub.core.disk_cache import Store
+from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
 from jaxsub.core.passes import Pass, run_passes
 from jaxsub.core.plan import Plan
@@ -32,7 +33,7 @@ from jaxsub.jaxpr.shardings import scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.partition.min_cut import Choice, TracedRun, choices, trace_run, worth_marking
+from jaxsub.partition.min_cut import Choice, TracedRun, choices, trace_run
 
 Kind = str
 Zeros = frozenset[Shape]
@@ -156,7 +157,7 @@ class Pricer:
     def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> tuple[TracedRun, tuple[Choice, ...]]:
         kind = self._kind(start, stop)
         if kind not in self._traced:
-            marked = worth_marking(self.program.graph, cuts, start, stop, lambda a, b: self._run(a, b)[1])
+            marked = _worth_marking(self.program.graph, cuts, start, stop, lambda a, b: self._run(a, b)[1])
             traced = trace_run(self.program, start, stop, marked)
             self._traced[kind] = (traced, choices(traced))
         return self._traced[kind]
@@ -283,3 +284,28 @@ class Pricer:
             traced = self._run(start, stop)[0]
             self._known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=self.target.gpu)
         return self._known[key]
+
+
+def _worth_marking(
+    graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
+) -> tuple[int, ...]:
+    """List the offsets of values that one of several stages saves or returns; none for a single stage.
+
+    Marking every value doubles the time to trace a gradient, and several stages together rarely save a value that no
+    stage saves alone.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The first stage's first node.
+        stop: The node after the last stage's last.
+        found: The choices of a stage, by its first node and the node after its last.
+    """
+    ends = [cut for cut in cuts if start <= cut <= stop]
+    if len(ends) < 3 or (ends[0], ends[-1]) != (start, stop):
+        return ()
+    first, last, marked = graph.first_value(start), graph.last_uses(), set[int]()
+    for a, b in pairwise(ends):
+        marked.update(graph.first_value(a) - first + offset for choice in found(a, b) for offset in choice.saved)
+        marked.update(v - first for v in graph.made_by(a, b) if last[v] >= b)
+    return tuple(sorted(marked))

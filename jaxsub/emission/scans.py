@@ -137,6 +137,37 @@ def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _at(*primals), tangents[2]
 
 
+def _turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]:
+    """The body of a loop, begun in mid-step or written out as it says, and the size of its carry."""
+    eqn, body = program.eqns[loop.node], body_program(program, loop.node)
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    turned = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
+    if turned is not None:
+        body, n_carry = turned.body, turned.n_carry
+    if loop.unrolled > 1:
+        body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
+    return body, n_carry, turned
+
+
+def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
+    """The body of a loop, and one step of it as it runs, a function of all the body's inputs.
+
+    Returns:
+        The body; the function; how many of the body's inputs are constants, and how many the carry.
+    """
+    body, n_carry, _ = _turned(program, loop)
+    n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
+    step = _step(body, n_carry, loop.inside, loop.saved)
+    step = _region(step, loop.saved, prevent_cse=False) if loop.is_recomputed else step
+    n, end = len(body.consts), n_consts + n_carry
+
+    def run(*args: Any) -> Values:
+        carry, ys = step(args[n:n_consts], args[n_consts:end], args[end:])
+        return (*carry, *ys)
+
+    return body, run, (n_consts, n_carry)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scan:
     """A scan, ready to run as a `Loop` says."""
@@ -149,16 +180,12 @@ class _Scan:
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn, body = program.eqns[loop.node], body_program(program, loop.node)
-        n_consts, n_carry = compat.scan_sizes(eqn)
-        turned = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
+        eqn, (body, n_carry, turned) = program.eqns[loop.node], _turned(program, loop)
+        n_consts = compat.scan_sizes(eqn)[0]
         ahead: tuple[int, ...] = ()
         if turned is not None:
             shift = (1, 0) if eqn.params["reverse"] else (0, 1)
             ahead = (shift[0],) * len(turned.here) + (shift[1],) * len(turned.ahead)
-            body, n_carry = turned.body, turned.n_carry
-        if loop.unrolled > 1:
-            body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
         is_split = bool(loop.blocks or loop.kept_steps or turned)
         plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts, ahead) if is_split else plain

@@ -8,7 +8,8 @@ dropped; those that only report, such as `jax.debug.print`, come last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -19,27 +20,36 @@ IN_SLICES = "in_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""
 
 
-def flatten_jaxpr(closed: Any, *, keeps_slices: bool = False) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+def flatten_jaxpr(
+    closed: Any, *, keeps_slices: bool = False, opened: Sequence[str] = ()
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Inline calls; return equations, inputs (constants first), outputs and constants.
 
     Args:
         closed: The jaxpr.
         keeps_slices: Whether runs in slices stay one equation each.
+        opened: Primitives that are inlined too.
     """
+
+    def body_of(eqn: Any) -> Any:
+        if keeps_slices and eqn.params.get("name") == IN_SLICES:
+            return None
+        return eqn.params["jaxpr"] if eqn.primitive.name in opened else compat.inlined_body(eqn)
+
     jaxpr = compat.open_jaxpr(closed)
     eqns: list[Any] = []
     hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, closed.consts, strict=True))
     env: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        _inline(eqn, env, eqns, hoisted, None, IN_SLICES if keeps_slices else None)
+        _inline(eqn, env, eqns, hoisted, None, body_of)
     outvars = [_read(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
 
 
-def flatten_closed(closed: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
-    eqns, inputs, outvars, consts = flatten_jaxpr(closed)
+    eqns, inputs, outvars, consts = flatten_jaxpr(closed, opened=opened)
     literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
     if literals:
         eqns = [eqn.replace(invars=[_read(literals, a) for a in eqn.invars]) for eqn in eqns]
@@ -52,8 +62,8 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any,
-            kept: str | None) -> None:  # fmt: skip
-    body = compat.inlined_body(eqn) if kept is None or eqn.params.get("name") != kept else None
+            body_of: Callable[[Any], Any]) -> None:  # fmt: skip
+    body = body_of(eqn)
     invars = [_read(env, a) for a in eqn.invars]
     if body is None:
         if caller is not None:
@@ -72,8 +82,25 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         inner[var] = compat.new_var(var.aval)
         hoisted.append((inner[var], const))
     for inner_eqn in jaxpr.eqns:
-        _inline(inner_eqn, inner, eqns, hoisted, eqn, kept)
+        _inline(inner_eqn, inner, eqns, hoisted, eqn, body_of)
     env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
+
+
+_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")
+_MARKS = frozenset(("checkpoint", "rematted_computation", "closed_call", "jaxsub"))
+
+
+def scope_of(stack: str) -> str:
+    """A name stack without transformations and JAX's own marks.
+
+    Example:
+        >>> scope_of("transpose(jvp(block_0))/checkpoint/attention")
+        'block_0/attention'
+    """
+    bare = _TRANSFORMED.sub(r"\1", stack)
+    if bare != stack:
+        return scope_of(bare)
+    return "/".join(part for part in stack.split("/") if part and part not in _MARKS)
 
 
 def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:

@@ -52,11 +52,13 @@ def tagged(eqn: Any, x: Any, tag: Callable[[Any, int], Any], offset: int) -> Any
     rule = _rule_of(eqn)
 
     def result(x: Any) -> Any:
-        return tag(eqn.primitive.bind(x, **eqn.params), offset)
+        with compat.standing_at(eqn):
+            return tag(eqn.primitive.bind(x, **eqn.params), offset)
 
     def pushed_forward(primals: Any, tangents: Any) -> tuple[Any, Any]:
         y = result(*primals)
-        return y, jax.core.eval_jaxpr(rule, (), y, *tangents)[0]
+        with compat.standing_at(eqn):
+            return y, jax.core.eval_jaxpr(rule, (), y, *tangents)[0]
 
     function = jax.custom_jvp(result)
     function.defjvp(pushed_forward)

@@ -24,7 +24,7 @@ from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
 from jaxsub.jaxpr.identity import dtype_name, signature_of
-from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
+from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, spread_over
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
@@ -326,7 +326,7 @@ def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node
     touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
     can_recompute = not touches_ref and not _runs_once(eqn)
     return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),
-                str(eqn.source_info.name_stack), (), can_recompute)  # fmt: skip
+                scope_of(str(eqn.source_info.name_stack)), (), can_recompute)  # fmt: skip
 
 
 def _runs_once(eqn: Any) -> bool:

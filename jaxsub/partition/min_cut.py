@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsub.core.graph import Graph
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns
@@ -172,6 +171,22 @@ class TracedRun:
 def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
     """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty."""
     function = run_function(program, start, stop, tag=mark, saved=marked)
+    base, last = program.graph.made_by(start, stop), program.graph.last_uses()
+    free = frozenset(v - base.start for v in base if last[v] >= stop)
+    weights = tuple(program.graph.values[v].producer is None for v in function.reads)
+    return replace(trace_function(function, read_avals(program, function)), free=free, weights=weights)
+
+
+def trace_function(
+    function: RunFunction, avals: Sequence[jax.ShapeDtypeStruct], opened: Sequence[str] = ()
+) -> TracedRun:
+    """Trace a function and its backward pass.
+
+    Args:
+        function: The function.
+        avals: Shapes of its inputs.
+        opened: Primitives, such as those of regions, that are inlined.
+    """
     trees: list[Any] = []
 
     def residuals_of(*inputs: Any) -> Any:
@@ -180,43 +195,16 @@ def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = (
         trees.append((tree, [compat.shape_of(jax.typeof(o)) for o in outs], len(leaves)))
         return leaves, outs
 
-    forward = jax.make_jaxpr(residuals_of)(*read_avals(program, function))
-    eqns, inputs, results = flatten_closed(forward)
+    forward = jax.make_jaxpr(residuals_of)(*avals)
+    eqns, inputs, results = flatten_closed(forward, opened)
     tree, cotangents, n_residuals = trees[0]
     residuals = results[:n_residuals]
-    avals = [compat.shape_of(a) for a in forward.out_avals[:n_residuals]]
-    backward = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(cts))(avals, tuple(cotangents))
-    back_eqns, back_inputs, back_outputs = flatten_closed(backward)
-    base, last = program.graph.made_by(start, stop), program.graph.last_uses()
-    free = frozenset(v - base.start for v in base if last[v] >= stop)
-    weights = tuple(program.graph.values[v].producer is None for v in function.reads)
+    shapes = [compat.shape_of(a) for a in forward.out_avals[:n_residuals]]
+    backward = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(cts))(shapes, tuple(cotangents))
+    back_eqns, back_inputs, back_outputs = flatten_closed(backward, opened)
     return TracedRun(function, tuple(live_eqns(eqns, results)), tuple(inputs), tuple(residuals), tuple(back_eqns),
-                     tuple(back_inputs), tuple(back_outputs), free, weights, tuple(results[n_residuals:]))  # fmt: skip
-
-
-def worth_marking(
-    graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
-) -> tuple[int, ...]:
-    """List the offsets of values that one of several stages saves or returns; none for a single stage.
-
-    Marking every value doubles the time to trace a gradient, and several stages together rarely save a value that no
-    stage saves alone.
-
-    Args:
-        graph: The program.
-        cuts: The first node of each stage, and the number of nodes last.
-        start: The first stage's first node.
-        stop: The node after the last stage's last.
-        found: The choices of a stage, by its first node and the node after its last.
-    """
-    ends = [cut for cut in cuts if start <= cut <= stop]
-    if len(ends) < 3 or (ends[0], ends[-1]) != (start, stop):
-        return ()
-    first, last, marked = graph.first_value(start), graph.last_uses(), set[int]()
-    for a, b in pairwise(ends):
-        marked.update(graph.first_value(a) - first + offset for choice in found(a, b) for offset in choice.saved)
-        marked.update(v - first for v in graph.made_by(a, b) if last[v] >= b)
-    return tuple(sorted(marked))
+                     tuple(back_inputs), tuple(back_outputs), frozenset(), (False,) * len(inputs),
+                     tuple(results[n_residuals:]))  # fmt: skip
 
 
 def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeStruct]:

@@ -35,6 +35,7 @@ from jaxsub.planners.auto import Auto
 from jaxsub.planners.memo import Memo
 from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
+from jaxsub.search.annotate import opened
 from jaxsub.search.belonging import require_belonging
 from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
@@ -121,7 +122,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
     asked = replace(settings, planner="", target=None, cache=False, progress=False)
     key = shelf_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:
-        return _planned(program, settings, target, store)
+        return opened(program, _planned(program, settings, target, store), target, store)
     if (refusal := find_refusal(store, key)) is not None:
         raise refusal
     is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
@@ -133,7 +134,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
             put_refusal(store, key, error)
             raise
         put_plan(store, key, plan)
-    return plan
+    return opened(program, plan, target, store)
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:

@@ -184,7 +184,9 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
             room = room - (refused.least_bytes - n_bytes) if room else n_bytes
             last = refused
         else:
-            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs),
+            plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
+            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), plain_measurement=plain,
+                                plain_prediction=None, plain_timeline=None,
                                 equations=equation_digests(program))  # fmt: skip
         try:
             run, room = _planned_inside(program, runs[0], room, whole, is_trusted)

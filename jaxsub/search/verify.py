@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.measurement import Measurement
-from jaxsub.core.plan import Holding, Plan
-from jaxsub.core.timeline import name_pieces, value_label
+from jaxsub.core.plan import Plan
+from jaxsub.core.steps import Holding
+from jaxsub.core.timeline import family, name_pieces, value_label
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
@@ -218,11 +219,12 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
         kept.update(segment.saved)
         kept.update(v for n in graph.nodes[segment.start : segment.stop] for v in n.inputs
                     if len(graph.inputs) <= v < base)  # fmt: skip
-    count: dict[tuple[str, int, bool], int] = {}
+    alike: dict[tuple[str, int, bool], list[str]] = {}
     for v in sorted(kept):
-        key = value_label(graph, v), graph.values[v].n_bytes, v in moved
-        count[key] = count.get(key, 0) + 1
-    rows = (Holding(label, size, n, is_moved) for (label, size, is_moved), n in count.items())
+        label = value_label(graph, v)
+        alike.setdefault((family(label), graph.values[v].n_bytes, v in moved), []).append(label)
+    rows = (Holding(labels[0] if len(set(labels)) == 1 else name, size, len(labels), is_moved)
+            for (name, size, is_moved), labels in alike.items())  # fmt: skip
     return tuple(sorted(rows, key=lambda h: -h.n_bytes * h.count)[:64])
 
 

@@ -6,15 +6,15 @@ again comes on top, so that a plan's curve ends as much later as it costs more.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
-from jaxsub.core.timeline import StageTimeline
+from jaxsub.core.steps import Steps
+from jaxsub.core.timeline import BACKWARD_FORWARDS, Span, StageTimeline, family
 
 if TYPE_CHECKING:
     from jaxsub.api.explain import Group
@@ -25,6 +25,9 @@ FAR = 1.5
 
 CHEAP = 0.01
 """What takes less than this share of a forward pass is cheap."""
+
+MOST_MARKS = 96
+"""A loop of more steps is drawn with several of them in one mark."""
 
 LEAST_SHARE = 1e-3
 """Every step is drawn at least this share of a forward pass wide, so that none is lost."""
@@ -72,7 +75,7 @@ def curve_of(timeline: StageTimeline | None) -> Curve | None:
     forward = max(timeline.forward_flops, 1.0)
     widths = [max(s.flops / forward, LEAST_SHARE) for s in timeline.steps]
     times = tuple(accumulate(widths, initial=0.0))
-    turn = next((i for i, s in enumerate(timeline.steps) if s.phase == "backward"), 0)
+    turn = next((i for i, s in enumerate(timeline.steps) if s.phase != "forward"), 0)
     return Curve(times, timeline.live_bytes, times[turn])
 
 
@@ -99,12 +102,67 @@ class Bar:
 
 
 def bars(plan: Plan) -> tuple[Bar, ...]:
-    """When each region runs; without a timeline, which nodes it covers."""
+    """When each region runs, and each step of the loops; without a timeline, which nodes a region covers."""
     curve = curve_of(plan.timeline)
     if curve is None or plan.timeline is None:
         return tuple(_node_bars(plan.segments, 0))
     times = curve.times
-    return tuple(Bar(s.depth, times[s.start], times[s.stop], s.phase) for s in plan.timeline.spans)
+    regions = (bar for s in plan.timeline.spans for bar in _span_bars(plan.timeline, s, times))
+    return (*regions, *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, times)))
+
+
+def _span_bars(timeline: StageTimeline, span: Span, times: Sequence[float]) -> Iterator[Bar]:
+    """When a region runs; what the backward pass of one without others inside recomputes comes first."""
+    start, stop = times[span.start], times[span.stop]
+    turn, flops = start, sum(s.flops for s in timeline.steps[span.start : span.stop])
+    is_nest = any(s.phase == "again" for s in timeline.steps[span.start : span.stop])
+    if span.phase == "backward" and not is_nest and flops:
+        turn += (stop - start) * min(1.0, span.extra_flops / flops)
+        yield Bar(span.depth, start, turn, "again")
+    yield Bar(span.depth, turn, stop, span.phase)
+
+
+def phase_bars(timeline: StageTimeline) -> tuple[Bar, ...]:
+    """The phases of what is no region itself, such as one step of a loop."""
+    times = getattr(curve_of(timeline), "times", ())
+    return tuple(
+        Bar(0, start, stop, step.phase) for start, stop, step in zip(times, times[1:], timeline.steps, strict=False)
+    )
+
+
+def steps_a_mark(steps: Steps) -> int:
+    """How many steps of a loop one mark in a picture is."""
+    return -(-steps.length // MOST_MARKS)
+
+
+def marks_words(plan: Plan) -> str:
+    """What the marks of a picture are, where they are not regions or not single steps."""
+    loops = [steps for steps in plan.steps if steps.kind == "loop" and steps.length > 1]
+    if not loops:
+        return ""
+    many = max(map(steps_a_mark, loops))
+    return f"each mark is {f'{many} steps' if many > 1 else 'a step'} of a loop" + (
+        " or a region" if plan.segments else ""
+    )
+
+
+def _step_bars(timeline: StageTimeline, steps: Steps, times: Sequence[float]) -> Iterator[Bar]:
+    """The steps of a loop: forward, and in the backward pass what each recomputes and its own backward pass."""
+    stage = next((s for s, (a, b) in enumerate(pairwise(timeline.stage_nodes)) if a <= steps.node < b), None)
+    if steps.kind != "loop" or steps.length < 2 or stage is None:
+        return
+    depth = max((s.depth + 1 for s in timeline.spans if s.first_stage <= stage < s.stop_stage), default=0)
+    n = -(-steps.length // steps_a_mark(steps))
+    again = steps.again_share / (steps.again_share + BACKWARD_FORWARDS)
+    for start, stop, step in zip(times, times[1:], timeline.steps, strict=False):
+        if not step.start <= stage < step.stop:
+            continue
+        edges = [start + (stop - start) * i / n for i in range(n + 1)]
+        for a, b in pairwise(edges):
+            turn = a + (b - a) * again if step.phase == "backward" else a
+            if turn > a:
+                yield Bar(depth, a, turn, "again")
+            yield Bar(depth, turn, b, step.phase)
 
 
 def _node_bars(segments: Sequence[object], depth: int) -> list[Bar]:
@@ -158,17 +216,6 @@ def top_of(curves: Sequence[Curve | None], found: Sequence[Level]) -> int:
     return max([top] + [level.n_bytes for level in found if level.n_bytes <= FAR * top])
 
 
-def family(label: str) -> str:
-    """A label without the numbers in its module path: alike layers have one.
-
-    Example:
-        >>> family("block_3/mlp: dot_general model.py:48")
-        'block_*/mlp: dot_general model.py:48'
-    """
-    path, colon, rest = label.partition(": ")
-    return re.sub(r"\d+", "*", path) + colon + rest if colon and " " not in path else label
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """Alike things in one row.
@@ -199,6 +246,11 @@ def merged(rows: Iterable[tuple[str, int]]) -> tuple[Row, ...]:
     return tuple(sorted(together, key=lambda row: -row.n_bytes))
 
 
+def saved_rows(steps: Steps) -> tuple[Row, ...]:
+    """What each step of a loop, or each slice, saves."""
+    return merged(pair for h in steps.saved for pair in [(h.label, h.n_bytes)] * h.count)
+
+
 def alike(groups: Iterable[Group]) -> tuple[Row, ...]:
     """Groups of residuals by module, alike modules together, largest first."""
     found: dict[str, list[Group]] = {}
@@ -209,12 +261,28 @@ def alike(groups: Iterable[Group]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.n_bytes, row.label)))
 
 
-def standing(timeline: StageTimeline, step: int) -> tuple[Row, ...]:
+def steps_at(timeline: StageTimeline, step: int, opened: Sequence[Steps]) -> tuple[Row, ...]:
+    """What the steps of a loop save, of what a step of a timeline has for transients; empty elsewhere."""
+    found = timeline.steps[step]
+    nodes = range(timeline.stage_nodes[found.start], timeline.stage_nodes[found.stop])
+    rows: list[Row] = []
+    for steps in opened:
+        if steps.kind != "loop" or steps.node not in nodes or not 0 < steps.stored_bytes <= found.transient_bytes:
+            continue
+        if steps.stored_bytes == steps.saved_bytes * steps.length:
+            rows += [Row(r.label, r.count * steps.length, r.n_bytes * steps.length) for r in saved_rows(steps)]
+        else:
+            rows.append(Row(f"{steps.label}, saved by its steps", 1, steps.stored_bytes))
+    return tuple(rows) if sum(row.n_bytes for row in rows) <= found.transient_bytes else ()
+
+
+def standing(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
     """What stands at a step, alike values together: what is stored, largest first, then what the step works with."""
-    found, bare = timeline.steps[step], timeline.alive(step)
+    found, bare, inside = timeline.steps[step], timeline.alive(step), steps_at(timeline, step, opened)
     stored = merged((p.label or region_label(timeline, p.first_stage, p.stop_stage), p.n_bytes) for p in bare)
-    own = zip(OWN, (found.transient_bytes, found.cotangent_bytes), strict=True)
-    return (*stored, *(Row(label, 1, n_bytes) for label, n_bytes in own if n_bytes))
+    rest = found.transient_bytes - sum(row.n_bytes for row in inside)
+    own = (Row(label, 1, n) for label, n in zip(OWN, (rest, found.cotangent_bytes), strict=True) if n)
+    return (*sorted((*stored, *inside), key=lambda row: -row.n_bytes), *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +327,13 @@ def savers(plan: Plan) -> tuple[Saver, ...]:
         for name, alike in found.items()
     )  # fmt: skip
     return tuple(sorted(rows, key=lambda s: (-s.saved_bytes, s.label)))
+
+
+def extra_share(plan: Plan) -> float:
+    """What a plan recomputes, slices included, as a share of one forward pass."""
+    found = plan.prediction
+    share = found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
+    return share + sum(run.extra_share for run in plan.slices)
 
 
 def is_cheap(extra: float) -> bool:

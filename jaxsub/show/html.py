@@ -15,12 +15,22 @@ from functools import cache
 from typing import Any
 
 from jaxsub.core.budget import format_bytes
+from jaxsub.core.decisions import Loop
 from jaxsub.core.plan import Plan
+from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import PHASES
 from jaxsub.show import curves as drawn
 from jaxsub.show.chart import chart_of, rows_of
 from jaxsub.show.curves import curves, merged, region_label
-from jaxsub.show.text import budget_words, plan_words, recompute_words, slices_words, times
+from jaxsub.show.text import (
+    budget_words,
+    loop_words,
+    plan_words,
+    recompute_words,
+    slices_words,
+    steps_words,
+    times,
+)
 
 MOST_BYTES = 190_000
 LABEL_LENGTH = 120
@@ -46,9 +56,18 @@ def environment() -> Any:
                               lstrip_blocks=True, undefined=jinja2.StrictUndefined)  # fmt: skip
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     made.filters.update(bytes=format_bytes, times=times, cut=_cut, slices=slices_words, plan=plan_words,
-                        budget=budget_words, recomputes=recompute_words)  # fmt: skip
+                        budget=budget_words, recomputes=recompute_words, saves=steps_words, runs=_runs)  # fmt: skip
     made.globals.update(drawn=drawn, chart_of=chart_of, rows_of=rows_of, merged=merged, MOST_ROWS=MOST_ROWS)
     return made
+
+
+def _runs(steps: Steps, plan: Plan | None) -> str:
+    """What a loop or a run in slices is, and how it runs."""
+    if steps.kind == "slices":
+        return f"One of {steps.length} slices: {steps.label}"
+    ways = {way.node: way for way in plan.loops} if plan is not None else {}
+    way = ways.get(steps.node, Loop(steps.node))
+    return f"Loop {loop_words(way, steps)}" if isinstance(way, Loop) else steps.label
 
 
 def render(name: str, **context: Any) -> Any:
@@ -114,4 +133,6 @@ def _data(plan: Plan, n_labels: int) -> dict[str, Any] | None:
         text = region_label(timeline if is_named else bare, s.start, s.stop)
         steps.append([round(width, 5), PHASES.index(s.phase), label(text), s.transient_bytes, s.cotangent_bytes])
     end = max(c.end for c in curves(plan) if c is not None)
-    return {"end": round(end, 5), "steps": steps, "pieces": pieces, "labels": list(labels)}
+    found = ((i, drawn.steps_at(timeline, i, plan.steps)) for i in range(len(steps) if plan.steps else 0))
+    parts = {i: [[row.count, row.n_bytes, _cut(row.label)] for row in rows] for i, rows in found if rows}
+    return {"end": round(end, 5), "steps": steps, "pieces": pieces, "labels": list(labels), "parts": parts}

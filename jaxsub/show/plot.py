@@ -1,6 +1,6 @@
 """Plans and frontiers drawn with matplotlib, which is imported only here and only when something is drawn.
 
-Functions take axes or draw on the current ones, return them, and leave figures, styles and saving to the caller.
+Functions draw on the axes they are given or on a new figure's, return them, and leave styles and saving to the caller.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
-from jaxsub.show.curves import Bar, Curve, bars, curves
+from jaxsub.core.steps import Steps
+from jaxsub.show.curves import Bar, Curve, bars, curve_of, curves, levels, marks_words, phase_bars, top_of
+from jaxsub.show.text import slices_words, steps_words
 
 if TYPE_CHECKING:
     from jaxsub.api.frontier import Frontier
     from jaxsub.api.xla_timeline import XlaTimeline
 
 BEFORE, AFTER, BUDGET = "#8a8a8a", "#0072b2", "#d55e00"
-PHASES = {"forward": "#009e73", "again": "#e69f00", "backward": "#56b4e9"}
+PHASES = {"forward": "#009e73", "again": "#e69f00", "backward": "#cc79a7"}
+"""No phase has the colour of a curve."""
+
+WORDS = {"forward": "forward", "again": "recomputed", "backward": "backward"}
+LEVELS = {"budget": (BUDGET, "--"), "measured": (AFTER, ":"), "plain": (BEFORE, ":")}
 MARKERS = "sD^vP*Xph8"
 """Shapes besides colours, so that points are told apart in print."""
 
@@ -28,20 +34,33 @@ ROW_SHARE = 0.045
 """Height of a row of regions, as a share of the highest curve."""
 
 
-def _current_axes() -> Any:
+def _axes(ax: Any) -> Any:
+    """The axes given, or those of a new figure."""
+    if ax is not None:
+        return ax
     try:
         import matplotlib.pyplot as plt  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
         raise ImportError('drawing needs matplotlib: pip install "jaxsub[plot]"') from error
-    return plt.gca()
+    return plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
+
+
+def _legend(ax: Any) -> None:
+    """A legend above the axes, clear of everything that is drawn."""
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, fontsize="small", frameon=False, borderaxespad=0)
+
+
+def _unit(n_bytes: int) -> tuple[str, int]:
+    return next(((unit, size) for unit, size in UNITS if n_bytes >= size), UNITS[-1])
 
 
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
-    """Draw what stands in memory over time, before and after, with the regions under it.
+    """Draw what stands in memory over time, before and after, with regions and the steps of loops under it.
 
     Args:
         plan: The plan.
-        ax: The axes; `None` for the current ones.
+        ax: The axes; `None` for a new figure's.
 
     Returns:
         The axes.
@@ -49,27 +68,70 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    ax = _current_axes() if ax is None else ax
+    ax = _axes(ax)
     before, after = curves(plan)
-    rows = bars(plan)
-    top = max([c.peak_bytes for c in (before, after) if c is not None] + [1])
-    unit, size = next((u, s) for u, s in UNITS if top >= s)
+    found = levels(plan)
+    top = top_of((before, after), found)
+    unit, size = _unit(top)
     if before is not None:
         _steps(ax, before, size, BEFORE, f"without the plan, {format_bytes(before.peak_bytes)}", alpha=0.25)
     if after is not None:
-        _steps(ax, after, size, AFTER, f"with it, {format_bytes(after.peak_bytes)}", alpha=0.45)
-        ax.axvline(after.turn, color="0.4", lw=0.8, ls=":")
-        if plan.budget.n_bytes is not None and plan.budget.n_bytes < 1.5 * top:
-            ax.axhline(plan.budget.n_bytes / size, color=BUDGET, ls="--", lw=1.4, label=f"budget, {plan.budget}")
-    height = ROW_SHARE * top / size
-    drawn = _rows(ax, rows, height, with_phases=after is not None)
-    ax.set_ylim(bottom=-(1 + max((b.depth for b in rows), default=0)) * 1.35 * height)
-    ax.set_yticks([t for t in ax.get_yticks() if 0 <= t <= ax.get_ylim()[1]] if after is not None else [])
-    ax.set_xlabel("time, in forward passes" if after is not None else "equation")
-    ax.set_ylabel(f"memory ({unit})" if after is not None else "regions, nested ones lower")
-    if before is not None or after is not None or drawn:
-        ax.legend(loc="upper right", fontsize="small", framealpha=0.85)
+        _curve(ax, after, size, f"with it, {format_bytes(after.peak_bytes)}")
+        for level in found:
+            color, style = LEVELS[level.kind]
+            if level.n_bytes <= top:
+                ax.axhline(level.n_bytes / size, color=color, ls=style, lw=1.4, label=level.words)
+            else:
+                ax.plot([], [], color=color, ls=style, lw=1.4, label=f"{level.words}, above the axes")
+    _rows(ax, bars(plan), ROW_SHARE * top / size)
+    _finish(ax, unit if after is not None else "", bool(after))
+    words = [slices_words(run) for run in plan.slices]
+    words += [f"{steps.label}: {steps_words(steps)[0]}" for steps in plan.steps if steps.kind == "loop"]
+    if words or marks_words(plan):
+        ax.set_xlabel("\n".join([ax.get_xlabel(), *words, *filter(None, [marks_words(plan)])]), fontsize="small")
     return ax
+
+
+def plot_steps(steps: Steps, ax: Any = None) -> Any:
+    """Draw what is live inside one step of a loop, or one slice.
+
+    Args:
+        steps: The loop or the run in slices, opened.
+        ax: The axes; `None` for a new figure's.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: If matplotlib is not there.
+        ValueError: If it has too many kernels to draw.
+    """
+    curve = curve_of(steps.timeline)
+    if curve is None or steps.timeline is None:
+        raise ValueError(f"one step of `{steps.label}` has too many kernels to draw; print the plan")
+    ax = _axes(ax)
+    unit, size = _unit(curve.peak_bytes)
+    _curve(ax, curve, size, f"one of {steps.length}, {format_bytes(curve.peak_bytes)}")
+    _rows(ax, phase_bars(steps.timeline), ROW_SHARE * curve.peak_bytes / size)
+    _finish(ax, unit, is_timed=True)
+    ax.set_title(f"{steps.label}: saves {steps_words(steps)[0]}", fontsize="small", loc="left", pad=42)
+    return ax
+
+
+def _curve(ax: Any, curve: Curve, size: int, label: str) -> None:
+    """A curve, its peak marked, and where its backward pass starts."""
+    _steps(ax, curve, size, AFTER, label, alpha=0.45)
+    highest = curve.live_bytes.index(curve.peak_bytes)
+    middle = (curve.times[highest] + curve.times[highest + 1]) / 2
+    ax.plot([middle], [curve.peak_bytes / size], "o", ms=5, mfc="white", mec=AFTER, label="peak")
+    ax.axvline(curve.turn, color="0.4", lw=0.8, ls=":")
+
+
+def _finish(ax: Any, unit: str, is_timed: bool) -> None:
+    ax.set_yticks([t for t in ax.get_yticks() if 0 <= t <= ax.get_ylim()[1]] if unit else [])
+    ax.set_xlabel("time, in forward passes" if is_timed else "equation")
+    ax.set_ylabel(f"memory ({unit})" if unit else "regions, nested ones lower")
+    _legend(ax)
 
 
 def _steps(ax: Any, curve: Curve, size: int, color: str, label: str, alpha: float) -> None:
@@ -77,20 +139,19 @@ def _steps(ax: Any, curve: Curve, size: int, color: str, label: str, alpha: floa
     ax.stairs([b / size for b in curve.live_bytes], curve.times, color=color, lw=1.5, label=label)
 
 
-def _rows(ax: Any, rows: tuple[Bar, ...], height: float, *, with_phases: bool) -> int:
+def _rows(ax: Any, rows: tuple[Bar, ...], height: float) -> None:
     """Draw the regions under the zero line, nested ones lower; one legend entry for each phase."""
     together: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in rows:
         together.setdefault((bar.phase, bar.depth), []).append((bar.start, bar.stop - bar.start))
     seen: set[str] = set()
     for (phase, depth), spans in together.items():
-        words = {"forward": "a region forward", "again": "forward again", "backward": "backward"}[phase]
-        label = (words if with_phases else "region") if phase not in seen else None
-        seen.add(phase)
         place = (-(depth + 1) * 1.3 * height, height)
         width = 0.5 if len(spans) < MANY else 0.0
+        label = None if phase in seen else WORDS[phase]
+        seen.add(phase)
         ax.broken_barh(spans, place, color=PHASES[phase], ec="white", lw=width, label=label)
-    return len(seen)
+    ax.set_ylim(bottom=-(1 + max((b.depth for b in rows), default=0)) * 1.35 * height)
 
 
 def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
@@ -98,7 +159,7 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
 
     Args:
         frontier: The frontier.
-        ax: The axes; `None` for the current ones.
+        ax: The axes; `None` for a new figure's.
 
     Returns:
         The axes.
@@ -106,9 +167,9 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    ax = _current_axes() if ax is None else ax
+    ax = _axes(ax)
     top = max(point.temp_bytes for point in frontier.points)
-    unit, size = next(((u, s) for u, s in UNITS if top >= s), UNITS[-1])
+    unit, size = _unit(top)
     memory = [point.temp_bytes / size for point in frontier.points]
     extra = [100 * point.extra for point in frontier.points]
     ax.step(memory, extra, where="post", color=AFTER, lw=1.5, alpha=0.6)
@@ -123,8 +184,8 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
         ax.axvline(frontier.budget_bytes / size, color=BUDGET, ls="--", lw=1.2, label="budget")
     ax.set_xlim(left=0)
     ax.set_xlabel(f"peak memory, predicted ({unit})")
-    ax.set_ylabel("executed again (% of a forward pass)")
-    ax.legend(fontsize="small", framealpha=0.85, labelspacing=0.8)
+    ax.set_ylabel("recomputed (% of a forward pass)")
+    _legend(ax)
     return ax
 
 
@@ -133,7 +194,7 @@ def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
 
     Args:
         timeline: The timeline.
-        ax: The axes; `None` for the current ones.
+        ax: The axes; `None` for a new figure's.
 
     Returns:
         The axes.
@@ -141,8 +202,8 @@ def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    ax = _current_axes() if ax is None else ax
-    unit, size = next(((u, s) for u, s in UNITS if timeline.temp_bytes >= s), UNITS[-1])
+    ax = _axes(ax)
+    unit, size = _unit(timeline.temp_bytes)
     live = [n_bytes / size for n_bytes in timeline.live_bytes]
     ax.stairs(live, fill=True, color=AFTER, alpha=0.35)
     ax.stairs(live, color=AFTER, lw=1.2, label="alive, as compiled")
@@ -150,5 +211,5 @@ def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
     ax.set_ylim(bottom=0)
     ax.set_xlabel("instruction, in the compiler's order")
     ax.set_ylabel(f"memory ({unit})")
-    ax.legend(fontsize="small", framealpha=0.85)
+    _legend(ax)
     return ax

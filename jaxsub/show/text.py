@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Prediction
-from jaxsub.core.decisions import Conditional, Inside, Segment, Slices, Way, walk
+from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices, Way, walk
 from jaxsub.core.measurement import Measurement
-from jaxsub.core.plan import Holding, Plan
-from jaxsub.show.curves import Row, alike, curves, is_cheap, merged
+from jaxsub.core.plan import Plan
+from jaxsub.core.steps import Holding, Steps
+from jaxsub.core.timeline import family
+from jaxsub.show.curves import Row, alike, curves, extra_share, is_cheap, merged, saved_rows
 
 if TYPE_CHECKING:
     from jaxsub.api.explain import Explanation, Group, Residuals
@@ -33,6 +36,9 @@ HELD = 6
 """How many arguments of a step are named."""
 
 BAR_COLUMNS = 20
+LESS = 1.05
+"""A peak that falls by less than this is not said to be so many times less."""
+
 DOMINANT = 0.4
 """A group with more than this share of all residuals dominates."""
 
@@ -43,8 +49,9 @@ def describe(plan: Plan) -> str:
     lines += textwrap.wrap(plan.note, COLUMNS)
     lines += list(_memory_lines(plan))
     lines.append(f"recompute  {recompute_words(plan)}; {regions_words(plan.segments, plan.barriers)}")
-    lines += [f"in slices  {slices_words(run)}" for run in plan.slices]
-    lines += [line for way in plan.loops for line in _way_lines(way)]
+    for run, steps in zip_longest(plan.slices, [steps for steps in plan.steps if steps.kind == "slices"]):
+        lines += _slices_lines(run, steps)
+    lines += _ways_lines(plan.loops, [steps for steps in plan.steps if steps.kind == "loop"])
     lines += [_holding_line(h) for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
@@ -57,6 +64,8 @@ def recompute_words(plan: Plan) -> str:
     n = sum(1 for m in counts if m)
     if n and found is not None and is_cheap(found.extra_flops / max(found.forward_flops, 1.0)):
         return "cheap elementwise work only"
+    if not n:
+        return f"nothing outside of {'slices' if plan.slices else 'loops'}" if plan.slices or plan.loops else "nothing"
     return f"{n} of {plan.n_nodes} equations, at most {times(max(counts, default=0))}"
 
 
@@ -65,16 +74,22 @@ def regions_words(segments: Sequence[Segment], barriers: Sequence[int]) -> str:
     return f"{len(list(walk(segments)))} regions, {len(barriers)} barriers"
 
 
+def _slices_lines(run: Slices, opened: Steps | None) -> Iterator[str]:
+    yield from _wrapped(f"in slices  {slices_words(run)}")
+    if opened is not None:
+        yield from _steps_lines(opened, run.inside.ways, regions_words(run.inside.segments, run.inside.barriers))
+
+
 def slices_words(slices: Slices) -> str:
     """A run in slices, in plain words.
 
     Example:
         >>> slices_words(Slices(0, 3, 1, 0, 8, 16384, "head", 2**30))
-        'head: 8 × 2,048 of 16,384, spares up to 1.00 GiB'
+        'head: 8 × 2,048 of 16,384 rows, spares up to 1.00 GiB'
     """
     spared = format_bytes(slices.spared_bytes)
-    again = f", recomputes {slices.extra_share:.0%}" if slices.extra_share else ""
-    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,}, spares up to {spared}{again}"
+    again = f", recomputes {slices.extra_share:.0%} of a forward pass" if slices.extra_share else ""
+    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,} rows, spares up to {spared}{again}"
 
 
 def _holding_line(holding: Holding) -> str:
@@ -82,26 +97,66 @@ def _holding_line(holding: Holding) -> str:
     return f"{verb:<10} {holding.count:>4} x {format_bytes(holding.n_bytes):>9}  {holding.label}"
 
 
-def _way_lines(way: Way, indent: str = "") -> Iterator[str]:
-    """How a loop or the branches of a conditional run, one line each, what is inside indented."""
-    if isinstance(way, Conditional):
-        yield f"{indent}branches   equation {way.node}:"
-        for number, inside in enumerate(way.branches):
-            yield f"{indent}  branch {number}: {_inside_words(inside)}"
-            yield from (line for inner in inside.ways for line in _way_lines(inner, indent + "    "))
-        return
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent + " " * 11, drop_whitespace=True)
+
+
+def _ways_lines(ways: Sequence[Way], opened: Sequence[Steps], indent: str = "") -> Iterator[str]:
+    """How loops and the branches of conditionals run, what each step saves and recomputes, what is inside indented."""
+    told, known = {way.node: way for way in ways}, {steps.node: steps for steps in opened}
+    for node in sorted({*told, *known}):
+        way, steps = told.get(node, Loop(node)), known.get(node)
+        if isinstance(way, Conditional):
+            yield f"{indent}branches   equation {way.node}:"
+            for number, inside in enumerate(way.branches):
+                yield f"{indent}  branch {number}: {_inside_words(inside)}"
+                yield from _ways_lines(inside.ways, (), indent + "    ")
+            continue
+        yield from _wrapped(f"{indent}loop       {loop_words(way, steps)}", indent)
+        if steps is not None:
+            yield from _steps_lines(steps, way.inside.ways, "", indent)
+        else:
+            yield from _ways_lines(way.inside.ways, (), indent + "    ")
+
+
+def loop_words(way: Loop, steps: Steps | None) -> str:
+    """How a loop runs."""
     words = [f"{way.unrolled} steps at a time written out as one"] if way.unrolled > 1 else []
     words += [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
-    if way.is_recomputed:
-        words.append("each step executed again" + (f", {len(way.saved)} values saved" if way.saved else ""))
-    if way.kept_steps:
-        saves = "" if way.kept_saved is None else f" with {len(way.kept_saved)} values saved"
-        words.append(f"the last {way.kept_steps} steps kept{saves}")
+    words += ["each step recomputed"] if way.is_recomputed else []
+    words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
     words += [f"begun in mid-step, at equation {way.begin} of it"] if way.begin else []
     words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
-    text = f"{indent}loop       equation {way.node}: {'; '.join(words) or 'as it is'}"
-    yield from textwrap.wrap(text, COLUMNS, subsequent_indent=indent + " " * 11, drop_whitespace=True)
-    yield from (line for inner in way.inside.ways for line in _way_lines(inner, indent + "    "))
+    where = f"equation {way.node}" if steps is None else steps.label
+    return f"{where}{f', {steps.length} steps' if steps and steps.length > 1 else ''}: {'; '.join(words) or 'as it is'}"
+
+
+def steps_words(steps: Steps) -> tuple[str, str]:
+    """What each step or slice saves, and what it recomputes."""
+    unit = "slice" if steps.kind == "slices" else "step" if steps.length > 1 else "loop"
+    in_all = f", {format_bytes(steps.stored_bytes)} in all" if steps.stored_bytes and steps.length > 1 else ""
+    saves = f"{format_bytes(steps.saved_bytes)} a {unit}{in_all}"
+    shares: dict[str, float] = {}
+    for label, share in steps.recomputed:
+        shares[family(label)] = shares.get(family(label), 0.0) + share
+    rows = [f"{label} ({share:.0%})" for label, share in shares.items() if not is_cheap(share)]
+    if not rows:
+        return saves, "cheap elementwise work only" if steps.again_share else "nothing"
+    return saves, f"{steps.again_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
+
+
+def _steps_lines(steps: Steps, ways: Sequence[Way], inside: str, indent: str = "") -> Iterator[str]:
+    saves, recomputes = steps_words(steps)
+    yield from _wrapped(f"{indent}  in each: {inside}") if inside else ()
+    yield f"{indent}  saves    {saves}"
+    rows = saved_rows(steps)
+    yield from (
+        f"{indent}{row.count:>8} x {format_bytes(row.n_bytes // row.count):>9}  {row.label}" for row in rows[:HOLDINGS]
+    )
+    if len(rows) > HOLDINGS:
+        yield f"{indent}         and {sum(row.count for row in rows[HOLDINGS:])} smaller values"
+    yield from _wrapped(f"{indent}  recomputes {recomputes}", indent)
+    yield from _ways_lines(ways, steps.inner, indent + "    ")
 
 
 def _inside_words(inside: Inside) -> str:
@@ -121,10 +176,11 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     ):
         if after is not None:
             was = f"{format_bytes(before.temp_bytes)} -> " if before is not None else ""
-            less = f" ({before.temp_bytes / max(after.temp_bytes, 1):.1f}x less)" if before is not None else ""
+            ratio = before.temp_bytes / max(after.temp_bytes, 1) if before is not None else 1.0
+            less = f" ({ratio:.1f}x less)" if ratio >= LESS else ""
             yield f"{name}  peak {was}{format_bytes(after.temp_bytes)}{less}"
     if plan.prediction is not None:
-        share = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0)
+        share = extra_share(plan)
         unit = "time" if plan.prediction.minimises == "seconds" else "FLOPs"
         yield f"extra      {share:.1%} of one forward pass in {unit}" + _measured_flops(plan)
         moved = sum(h.n_bytes * h.count for h in plan.holdings if h.is_offloaded)

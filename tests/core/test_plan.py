@@ -16,8 +16,9 @@ from jaxsub.core.chain import Chain, Crossing, Option, Prediction, Run, Stage
 from jaxsub.core.errors import BudgetError, PlannerError
 from jaxsub.core.graph import graph_of
 from jaxsub.core.measurement import Measurement
-from jaxsub.core.plan import Holding, Plan, Segment, plan_from_runs, walk
+from jaxsub.core.plan import Plan, Segment, plan_from_runs, walk
 from jaxsub.core.simulate import predict
+from jaxsub.core.steps import Holding
 from jaxsub.show.text import describe
 
 FORMS = (

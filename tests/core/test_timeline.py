@@ -79,7 +79,7 @@ def test_pieces_are_named_by_what_made_them():
     stages = (Stage(0, 2, keep_bytes=8, first_value=1), Stage(2, 3, first_value=3))
     chain = Chain(stages, (), (Crossing(0, 1, 8, 8),))
     named = name_pieces(stage_timeline(chain, chain.plain()), graph)
-    assert [p.label for p in named.pieces] == ["tanh uint8[8]", "what the compiler keeps of matmul"]
+    assert [p.label for p in named.pieces] == ["tanh uint8[8]", "matmul, kept by the compiler"]
     saved = (Run(0, 1, Option((0,), 8, 8)), Run(1, 2))
     assert [p.label for p in name_pieces(stage_timeline(chain, saved), graph).pieces] == [
         "tanh uint8[8]",

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsub
+from jaxsub.costs.chain_builder import _worth_marking
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
-from jaxsub.partition.min_cut import choices, trace_run, worth_marking
+from jaxsub.partition.min_cut import choices, trace_run
 
 WIDTHS = (8, 16, 24, 48, 96)
 ARGS = [jnp.ones(shape) for shape in pairwise(WIDTHS)], jnp.ones((16, WIDTHS[0]))
@@ -44,9 +45,9 @@ def test_of_several_stages_what_one_saves_or_returns_is_marked(program):
         return choices(trace_run(program, a, b))
 
     start, stop = cuts[0], cuts[3]
-    assert worth_marking(program.graph, cuts, cuts[0], cuts[1], found) == ()
-    assert worth_marking(program.graph, cuts, cuts[0], cuts[1] + 1, found) == ()
-    marked = worth_marking(program.graph, cuts, start, stop, found)
+    assert _worth_marking(program.graph, cuts, cuts[0], cuts[1], found) == ()
+    assert _worth_marking(program.graph, cuts, cuts[0], cuts[1] + 1, found) == ()
+    marked = _worth_marking(program.graph, cuts, start, stop, found)
     n_made = len(program.graph.made_by(start, stop))
     assert 0 < len(marked) < n_made
     every, narrow = (choices(trace_run(program, start, stop, m)) for m in ((), marked))

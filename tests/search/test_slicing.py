@@ -90,9 +90,9 @@ def test_a_quarter_of_full_recomputation_is_met(name):
 def test_a_head_in_slices_recomputes_nothing():
     """The plan of a loss head in slices says so: in how many, along what, and what it spares."""
     plan = jaxsub.plan(classify, HEAD, X, Y, budget="6MiB")
-    assert "recompute  0 of" in str(plan)
+    assert "recompute  nothing outside of slices" in str(plan)
     assert "in slices  head: " in str(plan)
-    assert " of 512, spares up to " in str(plan)
+    assert " of 512 rows, spares up to " in str(plan)
     assert jaxsub.measure(classify, HEAD, X, Y).temp_bytes > 4 * plan.measurement.temp_bytes
 
 
@@ -115,7 +115,10 @@ def test_a_slice_recomputes_where_it_must():
     assert run.inside.segments
     assert not alone.slices[0].inside.segments
     assert 0 < run.extra_share < 2
-    assert ", recomputes " in str(plan)
+    assert f"recomputes {run.extra_share:.0%} of a slice's forward pass: dot_general" in " ".join(str(plan).split())
+    (opened,) = plan.steps
+    assert (opened.kind, opened.length) == ("slices", 2)
+    assert opened.again_share == pytest.approx(run.extra_share, rel=0.05)
     assert plan.measurement.temp_bytes <= 2**22
     got, wanted = (jax.jit(jax.value_and_grad(f))(ws, x, x * 0) for f in (smaller, residual))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxsub
-from jaxsub.api.explain import _scope
 from jaxsub.api.frontier import spread
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Crossing, Option, Run, Stage
 from jaxsub.core.measurement import Measurement
-from jaxsub.core.plan import Holding, Plan, Segment, plan_from_runs
+from jaxsub.core.plan import Plan, Segment, plan_from_runs
+from jaxsub.core.steps import Holding
+from jaxsub.jaxpr.inline import scope_of
 from jaxsub.show.curves import again, curves, savers
 from jaxsub.show.html import MOST_BYTES, environment, fragment, page
 
@@ -335,7 +336,7 @@ def test_residuals_have_names_lines_and_scopes():
 )
 def test_scopes_without_transformations(stack, scope):
     """A name stack is shown without the transformations that wrap its parts."""
-    assert _scope(stack) == scope
+    assert scope_of(stack) == scope
 
 
 def test_an_explanation_adds_up():

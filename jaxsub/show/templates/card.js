@@ -20,7 +20,8 @@ var rows=Object.values(groups).sort(function(a,b){return b[0]*b[1]-a[0]*a[1]});
 var lines=rows.slice(0,8).map(function(r){return[bytes(r[0]*r[1]),(r[0]>1?r[0]+" × ":"")+r[2]]});
 var rest=rows.slice(8).reduce(function(n,r){return n+r[0]*r[1]},0);
 if(rest)lines.push([bytes(rest),"smaller"]);
-[["its own transients",s[3]],["cotangents on their way",s[4]]].forEach(
+var own=s[3];(data.parts[i]||[]).forEach(function(r){own-=r[1];lines.push([bytes(r[1]),(r[0]>1?r[0]+" × ":"")+r[2]])});
+[["its own transients",own],["cotangents on their way",s[4]]].forEach(
 function(o){if(o[1])lines.push([bytes(o[1]),o[0]])});
 var title=document.createElement("b"),table=document.createElement("table");
 title.textContent=phases[s[1]]+", "+data.labels[s[2]];

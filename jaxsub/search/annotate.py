@@ -1,0 +1,257 @@
+"""Loops and slices opened: what one step saves and recomputes, with the user's names, and what is live inside it.
+
+A program and a plan of it go in, the plan with its `Steps` comes out. One step, as the plan runs it, is traced with its
+backward pass; regions in it are opened, so that what they recompute stands where it is executed. Kernels and their live
+ranges are those that `jaxsub.costs` prices by. Nothing is compiled. Steps inside the branches of conditionals are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from jaxsub.core.decisions import Loop, Slices, Way
+from jaxsub.core.disk_cache import Store, code_digest, key_of
+from jaxsub.core.graph import Graph, Node
+from jaxsub.core.plan import Plan
+from jaxsub.core.steps import Holding, Steps
+from jaxsub.core.timeline import Piece, StageTimeline, Step
+from jaxsub.costs.fusion import Lives
+from jaxsub.devices.targets import Target
+from jaxsub.emission.folding import in_slices, program_of_slice, program_within
+from jaxsub.emission.regions import with_regions
+from jaxsub.emission.scans import step_of, with_loops
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import Flops, flops_of
+from jaxsub.jaxpr.identity import of_jax
+from jaxsub.jaxpr.inline import scope_of
+from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.partition.inner_programs import find_loops
+from jaxsub.partition.min_cut import RunFunction, TracedRun, trace_function
+
+MOST_NAMED = 24
+"""How many of the equations that a step recomputes are named."""
+
+MOST_STEPS = 400
+"""Of a step with more kernels than this no timeline is kept."""
+
+SAME = ("name", "optimization_barrier", "reduce_precision")
+"""What hands a value on as it is."""
+
+PARTS = ("slice", "squeeze", "reshape", "dynamic_slice", "broadcast_in_dim")
+"""What only takes a part or a view of a value."""
+
+REGIONS = ("checkpoint", "remat", "remat2")
+
+
+def opened(program: Program, plan: Plan, target: Target, store: Store) -> Plan:
+    """The plan with its loops and slices opened.
+
+    Args:
+        program: The program as it was traced.
+        plan: A plan of it.
+        target: What it is planned for.
+        store: Where what was opened is kept between processes, under the program's own lines and scopes.
+    """
+    if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
+        return plan
+    lines = [(node.source, node.scope) for node in _everywhere(program.graph)]
+    what = program.fingerprint, target.name, plan.loops, plan.slices, lines
+    key = key_of("opened", code_digest(), of_jax(), *map(repr, what))
+    found: _Opened | None = store.get(key, _Opened)
+    if found is None or any(steps.faults() for steps in found.steps):
+        folded, bare = in_slices(program, plan)
+        slices = (_opened_slices(program, run, target) for run in plan.slices)
+        found = _Opened((*slices, *_loops(folded, bare.loops, target)))
+        store.put(key, found)
+    return plan.replace(steps=found.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What was opened, as it is kept."""
+
+    steps: tuple[Steps, ...]
+
+
+def _everywhere(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies:
+            yield from _everywhere(body)
+
+
+def _loops(program: Program, ways: Sequence[Way], target: Target) -> Iterator[Steps]:
+    """The loops of a program worth planning, in order; one that no way is told of runs as it is."""
+    told = {way.node: way for way in ways if isinstance(way, Loop)}
+    for node in sorted({*told, *find_loops(program)}):
+        yield _opened_loop(program, told.get(node, Loop(node)), target)
+
+
+def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
+    body, step, n_given = step_of(program, loop)
+    n_consts, n_carry = n_given
+    traced = _traced(body, step)
+    carry = range(n_consts, n_consts + n_carry)
+    saved, carried = _saved(traced, carry), sum(aval_bytes(body.invars[i].aval) for i in carry)
+    length = program.eqns[loop.node].params["length"] // loop.unrolled - bool(loop.begin)
+    n = length - loop.kept_steps
+    sizes = [n, *(b for b in loop.blocks if b < n)]
+    stored = sum(-(-a // b) * carried for a, b in pairwise(sizes)) + sizes[-1] * sum(h.n_bytes * h.count for h in saved)
+    if loop.kept_steps:
+        last = replace(loop, blocks=(), kept_steps=0, is_recomputed=loop.kept_saved is not None,
+                       saved=loop.kept_saved or ())  # fmt: skip
+        kept = _saved(_traced(*step_of(program, last)[:2]), carry)
+        stored += loop.kept_steps * sum(h.n_bytes * h.count for h in kept)
+    node = program.graph.nodes[loop.node]
+    inner = tuple(_loops(body, loop.inside.ways, target)) if loop.unrolled == 1 else ()
+    words = " ".join(part for part in (f"{node.scope}:" if node.scope else "", "scan", node.source) if part)
+    return _steps("loop", loop.node, words, length, body, traced, target, saved, stored, inner)
+
+
+def _opened_slices(program: Program, run: Slices, target: Target) -> Steps:
+    program, run = program_within(program, run.within), replace(run, within=())
+    part, inside = program_of_slice(program, run), run.inside
+    function = with_regions(with_loops(part, inside.ways), inside.segments, inside.barriers, scope="")
+    traced = _traced(part, function)
+    saved = _saved(traced, range(0))
+    inner = tuple(_loops(part, inside.ways, target))
+    return _steps("slices", run.start, run.label, run.count, part, traced, target, saved, 0, inner)
+
+
+def _steps(kind: str, node: int, label: str, length: int, body: Program, traced: TracedRun, target: Target,
+           saved: tuple[Holding, ...], stored_bytes: int, inner: tuple[Steps, ...]) -> Steps:  # fmt: skip
+    forward = max(sum(n.flops for n in body.graph.nodes), 1.0)
+    again = _again(traced)
+    shares: dict[str, float] = {}
+    for eqn in again:
+        shares[_maker_words(eqn)] = shares.get(_maker_words(eqn), 0.0) + flops_of(eqn).weighted / forward
+    rows = sorted(shares.items(), key=lambda row: -row[1])[:MOST_NAMED]
+    share = sum((flops_of(eqn) for eqn in again), Flops()).weighted / forward
+    return Steps(kind, node, label, length, saved, stored_bytes, tuple(rows), len(body.eqns), share,
+                 _timeline(traced, again, target.gpu), inner)  # fmt: skip
+
+
+def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
+    """A step and its backward pass, regions opened."""
+    n, positions = len(body.invars), body.differentiated
+    graph = body.graph
+    active = [compat.is_var(a) and graph.values[graph.outputs[i]].is_differentiated for i, a in _outputs(body)]
+
+    def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outs = step(*inputs)
+        chosen = zip(outs, active, strict=True)
+        return tuple(o for o, is_active in chosen if is_active), ()
+
+    function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
+    return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=REGIONS)
+
+
+def _outputs(body: Program) -> Iterator[tuple[int, Any]]:
+    """The outputs of a body, and where each that is no literal stands among those of its graph."""
+    at = 0
+    for atom in body.outvars:
+        yield at, atom
+        at += compat.is_var(atom)
+
+
+def _saved(traced: TracedRun, carry: range) -> tuple[Holding, ...]:
+    """What is stored anew for each step: residuals that it makes or is given by the step before it."""
+    makers = {v: eqn for eqn in traced.forward for v in eqn.outvars}
+    given = {v: i for i, v in enumerate(traced.inputs)}
+    residuals = (_origin(r, makers) for r in traced.residuals if compat.is_var(r) and hasattr(r.aval, "dtype"))
+    count: dict[tuple[str, int], int] = {}
+    for atom in dict.fromkeys(residuals):
+        if atom in given and given[atom] not in carry:
+            continue
+        label = f"carry {_shape(atom)}" if atom in given else _value_words(atom, makers)
+        count[label, aval_bytes(atom.aval)] = count.get((label, aval_bytes(atom.aval)), 0) + 1
+    rows = (Holding(label, n_bytes, n) for (label, n_bytes), n in count.items())
+    return tuple(sorted(rows, key=lambda h: -h.n_bytes * h.count))
+
+
+def _origin(atom: Any, makers: dict[Any, Any]) -> Any:
+    """The value that an atom is: behind barriers and names, and behind parts and views of what a step is given."""
+    value = _behind(atom, makers, SAME)
+    whole = _behind(value, makers, (*SAME, *PARTS))
+    return value if whole in makers else whole
+
+
+def _behind(atom: Any, makers: dict[Any, Any], names: Sequence[str]) -> Any:
+    """What an atom is read from, through equations of these names."""
+    while atom in makers and (eqn := makers[atom]).primitive.name in names:
+        read = eqn.invars[eqn.outvars.index(atom) if eqn.primitive.name == "optimization_barrier" else 0]
+        if not compat.is_var(read):
+            break
+        atom = read
+    return atom
+
+
+def _again(traced: TracedRun) -> list[Any]:
+    """What a backward pass executes again: what it runs without any cotangent, from what was computed before."""
+    waiting = set(traced.cotangents)
+    found = []
+    for eqn in traced.backward:
+        if any(a in waiting for a in eqn.invars if compat.is_var(a)):
+            waiting.update(eqn.outvars)
+        elif any(compat.is_var(a) for a in eqn.invars):
+            found.append(eqn)
+    return found
+
+
+def _timeline(traced: TracedRun, again: Sequence[Any], gpu: Target | None) -> StageTimeline | None:
+    """What is live while a step runs forward, and later backward, kernel by kernel, beside what it is given.
+
+    A loop stores residuals between the two passes: no kernel is fused across.
+    """
+    residuals = [r for r in traced.residuals if compat.is_var(r)]
+    passes = (
+        Lives(traced.forward, traced.inputs, (*traced.returned, *residuals), {}, gpu is None, gpu),
+        Lives(traced.backward, traced.backward_inputs, traced.backward_outputs, {}, gpu is None, gpu),
+    )
+    kernels = [(kernel, lives.eqns[min(kernel.position, len(lives.eqns) - 1)])
+               for lives in passes for kernel in sorted(lives.kernels, key=lambda k: k.position)]  # fmt: skip
+    if not 0 < len(kernels) <= MOST_STEPS:
+        return None
+    stored = {v: passes[0].base(r) for v, r in traced.aliases.items()}
+    repeated, turn = {id(eqn) for eqn in again}, len(passes[0].kernels)
+    last = {stored.get(b, b): i for i, (k, _) in enumerate(kernels) for b in (*k.makes, *k.reads)}
+    last |= {passes[0].base(r): max(last.get(passes[0].base(r), 0), turn) for r in residuals}
+    makers = {v: eqn for eqn in (*traced.forward, *traced.backward) for v in eqn.outvars}
+    steps = []
+    pieces = [Piece("crossing", turn, last[v] + 1, 0, 1, aval_bytes(v.aval), (), "cotangents on their way")
+              for v in traced.cotangents if last.get(v, -1) >= turn]  # fmt: skip
+    for i, (kernel, eqn) in enumerate(kernels):
+        phase = "forward" if i < turn else "again" if id(eqn) in repeated else "backward"
+        steps.append(Step(phase, i, i + 1, flops_of(eqn).weighted, kernel.inner_bytes))
+        for buffer, n_bytes in zip(kernel.makes, kernel.n_bytes, strict=True):
+            atom = buffer[0] if isinstance(buffer, tuple) else buffer
+            label = _value_words(atom, makers) if atom in makers else _maker_words(eqn)
+            if n_bytes:
+                pieces.append(Piece("kept", i, min(last[buffer] + 1, len(kernels)), i, i + 1, n_bytes, (), label))
+    forward = sum(s.flops for s in steps if s.phase == "forward")
+    labels = tuple(_maker_words(eqn) for _, eqn in kernels)
+    return StageTimeline(tuple(steps), tuple(pieces), (), forward, tuple(range(len(kernels) + 1)), labels)
+
+
+def _shape(atom: Any) -> str:
+    return f"{atom.aval.dtype}[{','.join(map(str, atom.aval.shape))}]"
+
+
+def _value_words(atom: Any, makers: dict[Any, Any]) -> str:
+    """A value in words: module path, the user's name or else its primitive, dtype and shape, source line."""
+    value = _behind(atom, makers, SAME)
+    eqn = makers.get(value, makers[atom])
+    given = ((e, compat.given_name(e)) for e in makers.values() if e.primitive.name == "name")
+    names = [name for e, name in given
+             if name and not name.startswith("jaxsub_") and _behind(e.outvars[0], makers, SAME) is value]  # fmt: skip
+    return _maker_words(eqn, f"{names[0] if names else eqn.primitive.name} {_shape(atom)}")
+
+
+def _maker_words(eqn: Any, what: str = "") -> str:
+    scope = scope_of(str(eqn.source_info.name_stack))
+    words = (f"{scope}:" if scope else "", what or eqn.primitive.name, compat.source_of(eqn))
+    return " ".join(word for word in words if word)
