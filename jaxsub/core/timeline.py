@@ -332,14 +332,17 @@ def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
 
 
 def family(label: str) -> str:
-    """A label without the numbers in its module path: alike layers have one.
+    """A label without the numbers in its module path, or path into an argument: alike layers have one.
 
     Example:
-        >>> family("block_3/mlp: dot_general model.py:48")
-        'block_*/mlp: dot_general model.py:48'
+        >>> family("block_3/mlp: dot_general model.py:48"), family("arg0[3]['up'] float32[8] by argument")
+        ('block_*/mlp: dot_general model.py:48', "arg0[*]['up'] float32[8] by argument")
     """
     path, colon, rest = label.partition(": ")
-    return re.sub(r"\d+", "*", path) + colon + rest if colon and " " not in path else label
+    if colon and " " not in path:
+        return re.sub(r"\d+", "*", path) + colon + rest
+    path, blank, rest = label.partition(" ")
+    return re.sub(r"\[\d+\]", "[*]", path) + blank + rest if "[" in path and path[0].isidentifier() else label
 
 
 def value_label(graph: Graph, value: int) -> str:

@@ -17,7 +17,7 @@ from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import BACKWARD_FORWARDS, Span, StageTimeline, family
 
 if TYPE_CHECKING:
-    from jaxsub.api.explain import Group
+    from jaxsub.api.explain import Group, Residuals
 
 OWN = ("its own transients", "cotangents on their way")
 FAR = 1.5
@@ -249,6 +249,11 @@ def merged(rows: Iterable[tuple[str, int]]) -> tuple[Row, ...]:
 def saved_rows(steps: Steps) -> tuple[Row, ...]:
     """What each step of a loop, or each slice, saves."""
     return merged(pair for h in steps.saved for pair in [(h.label, h.n_bytes)] * h.count)
+
+
+def residual_rows(found: Residuals) -> tuple[Row, ...]:
+    """Residuals, alike ones together: what alike layers make, and alike arguments of trees of parameters."""
+    return merged((str(r), r.n_bytes) for r in found)
 
 
 def alike(groups: Iterable[Group]) -> tuple[Row, ...]:

@@ -21,7 +21,7 @@ from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import PHASES
 from jaxsub.show import curves as drawn
 from jaxsub.show.chart import chart_of, rows_of
-from jaxsub.show.curves import curves, merged, region_label
+from jaxsub.show.curves import curves, region_label
 from jaxsub.show.text import (
     budget_words,
     loop_words,
@@ -35,6 +35,7 @@ from jaxsub.show.text import (
 MOST_BYTES = 190_000
 LABEL_LENGTH = 120
 MOST_ROWS = 8
+MOST_RESIDUALS = 40
 TEMPLATES = {"Plan": "plan", "Frontier": "frontier", "Explanation": "explanation", "StepReport": "report",
              "Measurement": "measurement", "Residuals": "residuals", "StepPlan": "step_plan",
              "Difference": "difference", "Diagnosis": "diagnosis"}  # fmt: skip
@@ -57,7 +58,8 @@ def environment() -> Any:
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     made.filters.update(bytes=format_bytes, times=times, cut=_cut, slices=slices_words, plan=plan_words,
                         budget=budget_words, recomputes=recompute_words, saves=steps_words, runs=_runs)  # fmt: skip
-    made.globals.update(drawn=drawn, chart_of=chart_of, rows_of=rows_of, merged=merged, MOST_ROWS=MOST_ROWS)
+    made.globals.update(drawn=drawn, chart_of=chart_of, rows_of=rows_of, MOST_ROWS=MOST_ROWS,
+                        MOST_RESIDUALS=MOST_RESIDUALS)  # fmt: skip
     return made
 
 

@@ -14,7 +14,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding, Steps
 from jaxsub.core.timeline import family
-from jaxsub.show.curves import Row, alike, curves, extra_share, is_cheap, merged, saved_rows
+from jaxsub.show.curves import Row, alike, curves, extra_share, is_cheap, residual_rows, saved_rows
 
 if TYPE_CHECKING:
     from jaxsub.api.explain import Explanation, Group, Residuals
@@ -381,8 +381,7 @@ def _measurement_words(found: Measurement) -> str:
 
 def _residual_words(found: Residuals) -> str:
     """One line for each residual, alike ones together, the bytes of all of them first."""
-    rows = merged((str(r), r.n_bytes) for r in found)
-    return "\n".join(f"{format_bytes(row.n_bytes):>10} {row.count:>4} x  {row.label}" for row in rows)
+    return "\n".join(f"{format_bytes(r.n_bytes):>10} {r.count:>4} x  {r.label}" for r in residual_rows(found))
 
 
 def _diagnosis_lines(found: Diagnosis) -> Iterator[str]:

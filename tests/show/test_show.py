@@ -272,7 +272,7 @@ def test_a_frontier_is_shown():
     """A frontier is a table of 80 columns, a small page, and a picture with the budget marked."""
     found = jaxsub.frontier(layers, *SHAPES, points=5, budget="64KiB")
     assert max(map(len, str(found).splitlines())) <= 80
-    assert read(found._repr_html_()).tags["tr"] == 2 + len(found.points) + len(found.others)
+    assert read(found._repr_html_()).tags["tr"] == 3 + len(found.points) + len(found.others)
     ax = Figure().subplots()
     assert found.plot(ax) is ax
     assert "budget" in [text.get_text() for text in ax.get_legend().get_texts()]
@@ -375,7 +375,7 @@ def test_residuals_are_a_table():
     found = jaxsub.residuals(layers, *SHAPES)
     assert isinstance(found, tuple)
     assert f"{sum(r.producer == 'tanh' for r in found)} x  float32[128,16] by tanh" in str(found)
-    assert found._repr_html_().count("test_show.py") == sum(bool(r.source) for r in found[:40])
+    assert read(found._repr_html_()).tags["tr"] == 1 + len(str(found).splitlines()) < len(found)
 
 
 def test_without_jinja2_a_notebook_gets_the_text(monkeypatch):
