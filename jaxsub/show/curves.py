@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
+from jaxsub.core.decisions import Loop
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import BACKWARD_FORWARDS, Span, StageTimeline, family
@@ -108,7 +109,10 @@ def bars(plan: Plan) -> tuple[Bar, ...]:
         return tuple(_node_bars(plan.segments, 0))
     times = curve.times
     regions = (bar for s in plan.timeline.spans for bar in _span_bars(plan.timeline, s, times))
-    return (*regions, *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, times)))
+    return (
+        *regions,
+        *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, n_steps(plan, steps), times)),
+    )
 
 
 def _span_bars(timeline: StageTimeline, span: Span, times: Sequence[float]) -> Iterator[Bar]:
@@ -130,15 +134,20 @@ def phase_bars(timeline: StageTimeline) -> tuple[Bar, ...]:
     )
 
 
-def steps_a_mark(steps: Steps) -> int:
-    """How many steps of a loop one mark in a picture is."""
-    return -(-steps.length // MOST_MARKS)
+def n_steps(plan: Plan, steps: Steps) -> int:
+    """How many steps a loop has, those that are written out as one counted one by one."""
+    return steps.length * next((w.unrolled for w in plan.loops if isinstance(w, Loop) and w.node == steps.node), 1)
+
+
+def steps_a_mark(n: int) -> int:
+    """How many of a loop's steps one mark in a picture is."""
+    return -(-n // MOST_MARKS)
 
 
 def marks_words(plan: Plan) -> str:
     """What the marks of a picture are, where they are not regions or not single steps."""
-    loops = [steps for steps in plan.steps if steps.kind == "loop" and steps.length > 1]
-    if not loops:
+    loops = [n for steps in plan.steps if steps.kind == "loop" and (n := n_steps(plan, steps)) > 1]
+    if not loops or plan.timeline is None:
         return ""
     many = max(map(steps_a_mark, loops))
     return f"each mark is {f'{many} steps' if many > 1 else 'a step'} of a loop" + (
@@ -146,13 +155,13 @@ def marks_words(plan: Plan) -> str:
     )
 
 
-def _step_bars(timeline: StageTimeline, steps: Steps, times: Sequence[float]) -> Iterator[Bar]:
+def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[float]) -> Iterator[Bar]:
     """The steps of a loop: forward, and in the backward pass what each recomputes and its own backward pass."""
     stage = next((s for s, (a, b) in enumerate(pairwise(timeline.stage_nodes)) if a <= steps.node < b), None)
-    if steps.kind != "loop" or steps.length < 2 or stage is None:
+    if steps.kind != "loop" or n < 2 or stage is None:
         return
     depth = max((s.depth + 1 for s in timeline.spans if s.first_stage <= stage < s.stop_stage), default=0)
-    n = -(-steps.length // steps_a_mark(steps))
+    n = -(-n // steps_a_mark(n))
     again = steps.again_share / (steps.again_share + BACKWARD_FORWARDS)
     for start, stop, step in zip(times, times[1:], timeline.steps, strict=False):
         if not step.start <= stage < step.stop:

@@ -5,6 +5,7 @@ Functions draw on the axes they are given or on a new figure's, return them, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
@@ -48,7 +49,7 @@ def _axes(ax: Any) -> Any:
 def _legend(ax: Any) -> None:
     """A legend above the axes, clear of everything that is drawn."""
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, fontsize="small", frameon=False, borderaxespad=0)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3, fontsize="small", frameon=False, borderaxespad=0)
 
 
 def _unit(n_bytes: int) -> tuple[str, int]:
@@ -57,6 +58,8 @@ def _unit(n_bytes: int) -> tuple[str, int]:
 
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
     """Draw what stands in memory over time, before and after, with regions and the steps of loops under it.
+
+    A plan without a timeline, such as that of a loss in slices, is drawn as one of its steps or slices.
 
     Args:
         plan: The plan.
@@ -68,9 +71,11 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    ax = _axes(ax)
     before, after = curves(plan)
-    found = levels(plan)
+    inside = next((steps for steps in plan.steps if steps.timeline is not None), None)
+    if after is None and not plan.segments and inside is not None:
+        return plot_steps(inside, ax)
+    ax, found = _axes(ax), levels(plan)
     top = top_of((before, after), found)
     unit, size = _unit(top)
     if before is not None:
@@ -87,9 +92,7 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
     _finish(ax, unit if after is not None else "", bool(after))
     words = [slices_words(run) for run in plan.slices]
     words += [f"{steps.label}: {steps_words(steps)[0]}" for steps in plan.steps if steps.kind == "loop"]
-    if words or marks_words(plan):
-        ax.set_xlabel("\n".join([ax.get_xlabel(), *words, *filter(None, [marks_words(plan)])]), fontsize="small")
-    return ax
+    return _told(ax, [*words, marks_words(plan)])
 
 
 def plot_steps(steps: Steps, ax: Any = None) -> Any:
@@ -111,10 +114,15 @@ def plot_steps(steps: Steps, ax: Any = None) -> Any:
         raise ValueError(f"one step of `{steps.label}` has too many kernels to draw; print the plan")
     ax = _axes(ax)
     unit, size = _unit(curve.peak_bytes)
-    _curve(ax, curve, size, f"one of {steps.length}, {format_bytes(curve.peak_bytes)}")
+    _curve(ax, curve, size, f"live beside what it is given, {format_bytes(curve.peak_bytes)}")
     _rows(ax, phase_bars(steps.timeline), ROW_SHARE * curve.peak_bytes / size)
     _finish(ax, unit, is_timed=True)
-    ax.set_title(f"{steps.label}: saves {steps_words(steps)[0]}", fontsize="small", loc="left", pad=42)
+    return _told(ax, [f"inside one of {steps.length}: {steps.label}", f"saves {steps_words(steps)[0]}"])
+
+
+def _told(ax: Any, words: Sequence[str]) -> Any:
+    """The axes with some lines of words under them."""
+    ax.set_xlabel("\n".join([ax.get_xlabel(), *filter(None, words)]), fontsize="small" if any(words) else None)
     return ax
 
 

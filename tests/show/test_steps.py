@@ -120,7 +120,7 @@ def test_the_regions_row_shows_the_steps(least):
 def test_many_steps_share_a_mark():
     """A loop of many steps is drawn with several of them in a mark, and the picture says how many."""
     plan = jaxsub.plan(layers, *shapes(4 * MOST_MARKS), verify=False)
-    assert steps_a_mark(plan.steps[0]) == 4
+    assert steps_a_mark(plan.steps[0].length) == 4
     assert "each mark is 4 steps of a loop" in plan.to_html()
 
 
@@ -158,3 +158,4 @@ def test_the_whole_function_in_slices_says_what_one_slice_does():
     assert "whole function: 4 × 256 of 1,024 rows" in text
     assert "6 x 64.0 KiB block_*: tanh float32[256,64] test_steps.py:" in text
     assert "One of 4 slices: whole function" in plan.to_html()
+    assert "inside one of 4: whole function" in plan.replace(timeline=None).plot(Figure().subplots()).get_xlabel()
