@@ -21,8 +21,8 @@ ROOT = Path(jaxsub.__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
 BLOCK = re.compile(r"^```python[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 REFERENCE = re.compile(r"^::: (?P<name>[\w.]+)", re.MULTILINE)
-OPTIONAL = ("keras",)
-"""Packages of the extra `test` that an environment made before may lack; blocks that import them are then left out."""
+OPTIONAL = {"keras": "keras", "haiku": "dm-haiku", "penzai": "penzai"}
+"""Packages that an environment may lack, and what they are installed as; blocks that import them are then left out."""
 
 
 def blocks_of(text):
@@ -34,7 +34,8 @@ def run(path, text):
     """Execute a page's blocks from top to bottom, as a reader would who copies them; lines are those of the page."""
     names = {"__name__": path.stem}
     for line, code in blocks_of(text):
-        if any(f"import {name}\n" in code and find_spec(name) is None for name in OPTIONAL):
+        needed = [name for name in OPTIONAL if re.search(rf"^(import|from) {name}\b", code, re.MULTILINE)]
+        if any(find_spec(name) is None for name in needed):
             continue
         tree = ast.increment_lineno(ast.parse(code), line)
         exec(compile(tree, str(path), "exec"), names)
@@ -86,10 +87,11 @@ def test_every_page_is_in_the_menu():
     assert sorted(menu) == sorted(str(p.relative_to(ROOT / "docs" / "pages")) for p in PAGES)
 
 
-def test_what_pages_need_is_installed_with_the_tests():
-    """A package that only pages import is among those of the extra `test`."""
+def test_what_pages_need_is_installed_with_the_gauntlet():
+    """A package that only pages import is among those of the extra `gauntlet`: CI runs the page of recipes with it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert [name for name in OPTIONAL if not any(re.match(rf"{name}\b", need) for need in extras["test"])] == []
+    assert [name for name in OPTIONAL.values() if not any(re.match(rf"{name}\b", n) for n in extras["gauntlet"])] == []
+    assert "tests/test_docs.py -k other_libraries" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
 def test_contributing_has_every_folder_in_order():
