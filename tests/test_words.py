@@ -36,15 +36,17 @@ WORDS = {
 CHECKED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 """Files and folders whose text is free of them."""
 
-TO_DO = ("api", "core", "emission", "flax", "jaxpr", "search", "show", "step")
-"""Folders of the library that are not looked at yet; take one out once its words are the field's."""
+TO_DO = ("api", "core", "emission/at_slice.py", "emission/chunks.py", "emission/folding.py", "flax", "jaxpr/axes.py",
+         "jaxpr/axis_bodies.py", "jaxpr/axis_rules.py", "search", "show", "step")  # fmt: skip
+"""Folders and files of the library that are not looked at yet; take one out once its words are the field's."""
 
 SUFFIXES = (".md", ".py", ".svg", ".yml", ".css", ".js")
 
 
 def texts(path):
-    """A file, or the files of text below a folder."""
-    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+    """A file, or the files of text below a folder, without those still to do."""
+    left = [ROOT / "jaxsub" / name for name in TO_DO]
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p not in left)
 
 
 def faults(text):

@@ -1,14 +1,14 @@
-"""Values behind a gradient barrier: what it holds for a GPU lies as the gradient's place does.
+"""Put values behind a gradient barrier; on a GPU as flat arrays where the layout of their gradients matters.
 
-A weight behind `jax.lax.optimization_barrier` has its gradient held by the barrier's transpose. On a GPU a convolution
-writes the gradient of its kernel in a layout of its own; barriers let any layout through, and the copy into the place
-that the gradient goes out in is put off to the program's end: until then gradients of all kernels stand twice. A kernel
-that stands behind the barrier as a flat array has a flat gradient there, and flat means the layout of its place: the
-copy is made before the backward pass goes on, and what the convolution wrote is gone.
+The gradient of a weight behind `jax.lax.optimization_barrier` goes through the barrier's transpose. On a GPU a
+convolution writes the gradient of its kernel in a layout of its own. Barriers pass any layout on, and XLA delays the
+copy into the output's layout to the end of the program: until then the gradients of all kernels are live twice. A
+kernel that is flat behind the barrier has a flat gradient there, which has the output's layout: the copy is made before
+the backward pass goes on, and the convolution's result is dead after it.
 
-A convolution reads its kernel in that layout too, a copy that the forward pass makes and the backward pass reads again:
-from the one to the other copies of all kernels would stand, where activations could lie. So a kernel enters a region
-flat as well, and each pass makes a copy of its own inside.
+A convolution also reads its kernel in its own layout, from a copy that the forward pass makes and the backward pass
+would read again: copies of all kernels would be live between the passes. So a kernel enters a region flat as well, and
+each pass makes its own copy inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxsub.jaxpr.trace import Program
 
 
 def flat_kernels(program: Program) -> frozenset[int]:
-    """The kernels that are flat behind gradient barriers and where regions begin: for a GPU, where none is split.
+    """Find the kernels to make flat behind gradient barriers and at the entry of regions: on a single GPU, all.
 
     Example:
         >>> from dataclasses import replace
@@ -36,18 +36,17 @@ def flat_kernels(program: Program) -> frozenset[int]:
         >>> [sorted(flat_kernels(replace(program, platform=name))) for name in ("cuda", "cpu")]
         [[0], []]
     """
-    if not is_gpu(program.platform) or program.is_spread:  # a flat array of what is split would be gathered
+    if not is_gpu(program.platform) or program.is_spread:  # to flatten a sharded array would gather it
         return frozenset()
     return program.graph.kernels()
 
 
 def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], None]:
-    """A step that puts values of an environment behind one barrier, some of them as flat arrays.
+    """Make a step that puts values of an environment behind one barrier, some of them as flat arrays.
 
     Args:
-        values: The values, in the order in which they are held.
-        flat: Those that stand behind it flat, except where several devices hold a part each, as the body of a loop may
-            find out when it is traced.
+        values: The values, in the order of the barrier's operands.
+        flat: Those that are flat behind it, unless they turn out to be sharded when the body of a loop is traced.
     """
 
     def step(env: dict[int, Any]) -> None:
@@ -59,12 +58,12 @@ def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callab
 
 
 def flattened(x: Any) -> Any:
-    """A value as a flat array, except where several devices hold a part each."""
+    """Flatten a value, unless it is sharded."""
     return x if _is_split(x) else x.reshape(-1)
 
 
 def shaped(shapes: Mapping[int, tuple[int, ...]]) -> Callable[[dict[int, Any]], None]:
-    """A step that gives values of an environment, flat ones among them, their shapes."""
+    """Make a step that restores the shapes of values of an environment."""
 
     def step(env: dict[int, Any]) -> None:
         env.update((v, env[v].reshape(shape)) for v, shape in shapes.items())
@@ -73,5 +72,5 @@ def shaped(shapes: Mapping[int, tuple[int, ...]]) -> Callable[[dict[int, Any]], 
 
 
 def _is_split(x: Any) -> bool:
-    """Whether several devices hold a part each, by the axes of an explicit mesh: a flat array has no such parts."""
+    """Tell whether a value is sharded along axes of an explicit mesh, which a flat array does not have."""
     return any(axes is not None for axes in jax.typeof(x).sharding.spec)

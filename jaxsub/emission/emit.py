@@ -1,7 +1,7 @@
-"""From a `Program` and a `Plan` back to a function: `jax.checkpoint` regions and gradient barriers.
+"""Emit a function from a `Program` and a `Plan`: `jax.checkpoint` regions and gradient barriers.
 
-Loops and conditionals are rewritten as the plan says (`jaxsub.loops`), then the flat equations become regions
-(`jaxsub.emission.regions`). What must run once never stands in a region.
+Loops and conditionals are rewritten as the plan says (`jaxsub.emission.scans`), then the flat equations become regions
+(`jaxsub.emission.regions`). Equations that must run once are never in a region.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
     Raises:
         PlanMismatchError: If the plan belongs to another program.
-        UnsupportedError: If an equation that must run once stands in a segment, or if regions inside others save
-            values where JAX would make them again; all such are listed.
+        UnsupportedError: If an equation that must run once is in a segment, or if nested regions save values that JAX
+            would recompute; the message lists all of them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,10 +54,10 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
 
 
 def as_traced(program: Program) -> Callable[..., Any]:
-    """The function of a program's flat inputs as JAX traced it, its calls not inlined.
+    """Make the function of a program's flat inputs as JAX traced it, without inlining calls.
 
-    A compiler may order what stands in a call otherwise than what stands in line: to know what it makes of a user's
-    own function, or of regions that stand already, calls have to stay calls.
+    A compiler may order the equations of a call differently from inlined ones: to measure the user's own function, or
+    one that has regions already, calls must stay calls.
     """
     n_consts = len(program.traced.constvars)
 
@@ -83,15 +83,15 @@ def check(program: Program, plan: Plan) -> None:
     faults = [nodes[i] for s in plan.segments for i in range(s.start, s.stop) if not nodes[i].can_recompute]
     if faults:
         lines = "; ".join(f"equation {n.index} `{n.primitive}` at {n.source or 'an unknown line'}" for n in faults)
-        raise UnsupportedError(f"These must run exactly once and cannot stand in a recomputed segment: {lines}.")
+        raise UnsupportedError(f"These must run exactly once and cannot be in a recomputed segment: {lines}.")
     nested = list(saving_in_nests(Inside(plan.segments, ways=plan.loops)))
     if nested and not compat.saves_in_nests():
         where = ", ".join(
             f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"steps of loop {s.node}" for s in nested
         )
         raise UnsupportedError(
-            f"With jax_remat3, JAX makes again what these save inside other regions: {where}. Make a new plan with "
-            "jaxsub.plan, or turn jax_remat3 off."
+            f"With jax_remat3, JAX recomputes the values that these save inside other regions: {where}. Make a new "
+            "plan with jaxsub.plan, or turn jax_remat3 off."
         )
 
 
@@ -119,7 +119,7 @@ def _split(segment: Segment, nodes: Sequence[int]) -> Iterator[Segment]:
     if not inside:
         yield segment
         return
-    if segment.children:  # what is recomputed twice inside is recomputed once, piece by piece
+    if segment.children:  # stages recomputed twice inside are now recomputed once, part by part
         starts = [segment.start, *(c.stop for c in segment.children)]
         stops = [*(c.start for c in segment.children), segment.stop]
         gaps = [Segment(a, b) for a, b in zip(starts, stops, strict=True) if a < b]

@@ -1,20 +1,19 @@
-"""Values kept in host memory between the passes: where that is possible, what it costs, and how a region does it.
+"""Offload saved values to host memory: where it is possible, its options and their prices, and how a region does it.
 
-A region may keep in the host's memory what it saves, and what it reads that nothing else reads: the activation at its
-entry. In go a region's options, out come the same and others that store less on the device and take longer. Each value
-goes over PCIe twice, to the host after the forward pass and back when the region's own backward pass begins, so that
-it costs twice its bytes over the target's PCIe bandwidth; nothing is taken to hide behind other work. That is more
-than executing a matrix product of a few thousand columns again, and less than executing much again for little: plans
-are made in seconds, and take whichever is quicker.
+A region may offload its saved values, and an input that nothing else reads: the activation at its entry. A region's
+options go in; the same come out with others that store less on the device and take longer. Each value crosses PCIe
+twice, to the host after the forward pass and back when the region's own backward pass starts: it costs twice its bytes
+over the target's PCIe bandwidth, with no overlap assumed. That is slower than recomputing a matrix product of a few
+thousand columns, and faster than recomputing a lot for few bytes: plans then minimise seconds and take the faster.
 
-JAX's policy `save_and_offload_only_these_names` moves the values. What reads the copy is the backward pass, and the
-compiler's schedule puts off what nobody reads: without more ado it copies late and all values stand on the device
-meanwhile. `settled` ties the results of a region to its copies: whoever reads the results waits until they are made.
+JAX's policy `save_and_offload_only_these_names` moves the values. Only the backward pass reads the copies, so the
+compiler's schedule would make them late, and all values would be live on the device until then. `settled` ties the
+results of a region to its copies: consumers of the results wait until the copies are made.
 
 Sources: JAX's documentation, "JAX memories and host offloading"; Rhu, Gimelshein, Clemons, Zulfiqar, Keckler, *vDNN*
 (MICRO 2016), for keeping layers' inputs in host memory; Beaumont, Eyraud-Dubois, Shilova, *Efficient combination of
 rematerialization and offloading for training DNNs* (NeurIPS 2021), for choosing between the two by dynamic programming.
-It does not: offload inside nests, loops and conditionals; copy back ahead of time.
+Not supported: offloading inside nests, loops and conditionals; prefetching.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from jaxsub.core.graph import Graph
 from jaxsub.devices.targets import Target
 
 LEAST_BYTES = 2**16
-"""A smaller value takes longer to send off than to copy: some microseconds a transfer."""
+"""For smaller values the latency of a transfer, some microseconds, exceeds the copy's time."""
 
 KINDS = ("pinned_host",)
-"""Memories that values may be kept in, as JAX calls them."""
+"""Memories that values may be offloaded to, by JAX's names."""
 
 
 def require_memory(target: Target, kind: str) -> None:
@@ -43,7 +42,7 @@ def require_memory(target: Target, kind: str) -> None:
 
     Args:
         target: The device.
-        kind: The memory, as JAX calls it.
+        kind: The memory, by JAX's name.
 
     Raises:
         UnsupportedError: If the device has none, or its own memory is the host's.
@@ -60,28 +59,28 @@ def require_memory(target: Target, kind: str) -> None:
             f'offload="{kind}" keeps values in the host\'s memory, and `{target.name}` computes in that memory: '
             'nothing would be gained. Leave offload out, or name the GPU to plan for, target="h100".'
         )
-    there = [memory.kind for memory in target.device.addressable_memories()] if target.device is not None else KINDS
-    if kind not in there:
+    kinds = [memory.kind for memory in target.device.addressable_memories()] if target.device is not None else KINDS
+    if kind not in kinds:
         raise UnsupportedError(
             f'offload="{kind}" needs a memory of that kind, and `{target.name}` ({target.platform}) has '
-            f"{', '.join(map(repr, there)) or 'none that it names'}. Leave offload out."
+            f"{', '.join(map(repr, kinds)) or 'none that it names'}. Leave offload out."
         )
 
 
 def with_offloading(
     graph: Graph, start: int, stop: int, options: Sequence[Option], target: Target
 ) -> tuple[Option, ...]:
-    """The options of a region, and those that keep values in host memory.
+    """Add options that offload values to a region's options.
 
     Args:
         graph: The program.
         start: The region's first node.
         stop: The node after its last.
-        options: What it may save on the device.
+        options: Its options on the device.
         target: The device; its PCIe bandwidth is the price.
 
     Returns:
-        The options as they are, then others; none of these stores as much and takes as long as another option.
+        The given options, then others that are Pareto-optimal in bytes and seconds.
     """
     first = graph.first_value(start)
     entries = tuple(v - first for v in entry_values(graph, start, stop))
@@ -95,7 +94,7 @@ def with_offloading(
 
 
 def entry_values(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """Values that a run of nodes reads and that nothing else reads: gone from the device once the run has them."""
+    """Find the values that a run of nodes alone reads: on the device they are dead after its forward pass."""
     first, outputs, weights = graph.first_value(start), graph.output_set(), graph.weights()
     read = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < first)
     return tuple(
@@ -114,7 +113,7 @@ def _is_movable(graph: Graph, v: int) -> bool:
 def _subsets(
     graph: Graph, start: int, stop: int, option: Option, options: Sequence[Option], entries: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """What of an option may go to the host: what it reads, what it saves, and what it saves beyond another option."""
+    """Yield sets of values to offload: inputs, saved values, and those saved values that another option lacks."""
     first, last = graph.first_value(start), graph.last_uses()
     made = tuple(o for o in option.saved if last[first + o] < stop and _is_movable(graph, first + o))
     beyond = (tuple(o for o in made if o not in other.saved) for other in options)
@@ -125,7 +124,7 @@ def _subsets(
 
 
 def _offloading(graph: Graph, first: int, option: Option, offloaded: tuple[int, ...], target: Target) -> Option:
-    """An option with some values moved to the host: what it reads and moves counts as less than nothing."""
+    """Make an option that offloads some values; offloaded inputs lower its saved bytes, below zero if need be."""
     sizes = {o: graph.values[first + o].n_bytes for o in offloaded}
     n_bytes = sum(sizes.values())
     left = list(option.saved_sizes)
@@ -148,9 +147,9 @@ def _is_no_worse(a: Option, b: Option) -> bool:
 
 
 def settled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """A region that keeps values in host memory, whose results are there only when its copies are.
+    """Make a region's results wait for its copies in host memory.
 
-    Its derivative is that of the region, taken by `jax.linearize`: what stands in host memory in it is put behind one
+    Its derivative is that of the region, taken by `jax.linearize`; the residuals in host memory are put behind one
     barrier with the results. All of JAX's transforms that the region itself allows stay allowed: JAX 0.10 to 0.12
     allow no second reverse pass over one that offloads.
 
@@ -175,10 +174,10 @@ def settled(region: Callable[..., Any]) -> Callable[..., Any]:
 
         outs, linear = jax.linearize(of_moving, *(primals[i] for i in moving))
         leaves, tree = jax.tree.flatten(linear)
-        there = [i for i, leaf in enumerate(leaves) if _is_in_host_memory(leaf)]
-        if there:
-            outs, copies = jax.lax.optimization_barrier((outs, [leaves[i] for i in there]))
-            for i, copy in zip(there, copies, strict=True):
+        on_host = [i for i, leaf in enumerate(leaves) if _is_in_host_memory(leaf)]
+        if on_host:
+            outs, copies = jax.lax.optimization_barrier((outs, [leaves[i] for i in on_host]))
+            for i, copy in zip(on_host, copies, strict=True):
                 leaves[i] = copy
         return outs, jax.tree.unflatten(tree, leaves)(*(tangents[i] for i in moving))
 

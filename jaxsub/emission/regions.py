@@ -1,22 +1,22 @@
-"""From a flat program, its segments and its barriers to a function: what `emit`, loops and conditionals are made of.
+"""Make a function of a flat program with regions and gradient barriers, for `emit`, loops and conditionals.
 
-The flat equations are cut into slices; each is evaluated with `jax.core.eval_jaxpr`. A segment becomes one
-`jax.checkpoint` region, nested as its segments are; values it saves are named inside it, every later consumer reads the
-named one, and the region's policy saves those names. Alike segments share one function object, so that JAX traces and
-differentiates it once; `jaxsub.jaxpr.identity` says which are.
+The flat equations are cut into runs; each is evaluated with `jax.core.eval_jaxpr`. A segment becomes one
+`jax.checkpoint` region, nested as its segments are. Its saved values are named inside it, every later consumer reads
+the named value, and the region's policy saves those names. Equal segments share one function object, so that JAX traces
+and differentiates it once (`jaxsub.jaxpr.identity`).
 
-**Gradient barriers.** In front of an item a barrier ties the activations that cross there to the weights the item
-uses: `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so
-far, to the activations' cotangents, so the compiler cannot put off finishing it. In a nest a value is fenced only where
-an item of that nest at or after the barrier reads it, or the nest returns it; the nest returns weights that are used
-after it too, so that each contribution joins the running sum at once.
+**Gradient barriers.** A barrier ties the activations that cross there to the weights that the following run uses:
+`jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so far,
+to the activations' cotangents, so the compiler cannot delay finishing it. In a nest a barrier holds only values that
+the nest reads at or after it or returns; the nest also returns weights that are used after it, so that each
+contribution is added to the running sum at once.
 
-For a GPU the weights stand in front of the activations, those read last first: their gradients are made first. XLA's
-scheduler takes what a barrier waits for in order, and asked for activations' cotangents first, it leaves gradients that
-nothing else waits for until last; what they are products of stands until then. On a CPU the activations come first; of
-the weights whose gradients are sums, those read last. There XLA gives out places in the order of what a barrier waits
-for: what is added to one sum would take the place of another that was made before it, which then lies in memory of its
-own, and twice while it is added to.
+The order of a barrier's operands matters. On a GPU the weights come before the activations, those read last first, so
+that their gradients are made first: XLA's scheduler takes operands in order, and after activations' cotangents it would
+make gradients without other readers last, with their operands live until then. On a CPU the activations come first, and
+of the weights whose gradients are sums, those read last. There XLA assigns buffers in the order of operands: otherwise
+a contribution to one sum would take the buffer of an earlier sum, which then needs a buffer of its own, two during the
+addition.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Step = Callable[[Env], None]
 def with_regions(
     program: Program, segments: Sequence[Segment], barriers: Sequence[int], scope: str = "jaxsub"
 ) -> Callable[..., list[Any]]:
-    """A program as a function of its flat inputs, constants first, that returns its flat outputs.
+    """Make a function of a program's flat inputs, constants first, that returns its flat outputs.
 
     Args:
         program: The program.
         segments: Its outermost regions.
-        barriers: Nodes in front of which a gradient barrier stands.
-        scope: Name of the scope that regions are put in; none where empty.
+        barriers: Nodes that have a gradient barrier in front of them.
+        scope: Name of the regions' scope; empty for none.
 
     Raises:
-        PlannerError: If a region would ignore values that it is to save.
+        PlannerError: If a region cannot save its saved values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,7 +71,7 @@ def with_regions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """A segment as a function: what it reads and what it returns."""
+    """A segment as a function, with the values that it reads and returns."""
 
     call: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
@@ -79,7 +79,7 @@ class _Region:
     stopped: frozenset[int]
     """Those of its reads whose tangents end in it."""
     flat: frozenset[int]
-    """What enters it as a flat array."""
+    """Values that enter it as flat arrays."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class _Emitter:
         return run
 
     def steps(self, start: int, stop: int, segments: Sequence[Segment], scope: str) -> tuple[list[Step], set[int]]:
-        """The steps of one scope, and the weights fenced in it."""
+        """Make the steps of one scope, and find the weights that its barriers hold."""
         steps: list[Step] = []
         fenced: set[int] = set()
         crossing = self._scope_inputs(start, stop) if start else {}
@@ -189,14 +189,14 @@ class _Emitter:
         return _Region(call, reads, returns, self._stopped(piece, reads, returns), self.flat), fenced
 
     def _stopped(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> frozenset[int]:
-        """What a region with a `while` in it reads and passes no tangent of on."""
+        """Find the inputs of a region with a `while` in it whose tangents end in it."""
         if bisect_left(self.whiles, piece.start) == bisect_left(self.whiles, piece.stop):
             return frozenset()
         found = reaching(self.eqns[piece.start : piece.stop], [self.variables[v] for v in returns])
         return frozenset(v for v in reads if has_tangent(self.variables[v]) and self.variables[v] not in found)
 
     def _check(self, segment: Segment) -> None:
-        """Refuse saved values that would be ignored: a region saves what it makes, and only with nothing inside it."""
+        """Refuse saved values that would be ignored: a region saves its own values, and only with nothing inside it."""
         if not segment.saved:
             return
         piece = range(segment.start, segment.stop)
@@ -204,17 +204,17 @@ class _Emitter:
         if outside := [v for v in segment.saved if v not in made and v not in moved]:
             raise PlannerError(
                 f"Segment {segment.start}:{segment.stop} saves the values {outside}, which it does not make: it makes "
-                f"{made.start} to {made.stop - 1}. What it reads can be saved in host memory only."
+                f"{made.start} to {made.stop - 1}. Its inputs can be saved in host memory only."
             )
         inside = "segments" if segment.children else "barriers" if self._fences(segment.start, segment.stop) else None
         if inside:
             raise PlannerError(
-                f"Segment {segment.start}:{segment.stop} saves values and has {inside} inside, and they would be made "
-                f"again all the same. Take the {inside} out, or end a segment behind each value to be saved."
+                f"Segment {segment.start}:{segment.stop} saves values and has {inside} inside, so that they would be "
+                f"recomputed all the same. Take the {inside} out, or end a segment behind each value to save."
             )
 
     def _names(self, segment: Segment) -> dict[int, str]:
-        """What the values that a region saves are called; alike regions call them alike."""
+        """Name the values that a region saves; equal regions have equal names."""
         first, reads = self.program.graph.first_value(segment.start), self._reads(range(segment.start, segment.stop))
         values, place = self.program.graph.values, {v: i for i, v in enumerate(reads)}
         saved = [v for v in segment.saved if self.last_use[v] > (values[v].producer or 0) and self._can_name(v)]
@@ -229,7 +229,7 @@ class _Emitter:
         for producer in producers:
             is_alone = is_known_by_result(self.program.eqns[producer])
             run = range(at, producer + (not is_alone))
-            # what the slice returns is judged by uses after it, within or beyond the region
+            # the slice returns values that are used after it, inside or outside the region
             steps += [self._evaluate(run, self._reads(run), self._returns(run))] if run else []
             if is_alone:
                 steps.append(self._tagged(producer, names))
@@ -251,7 +251,7 @@ class _Emitter:
         return step
 
     def _key(self, segment: Segment, reads: Sequence[int], returns: Sequence[int]) -> Any:
-        """What makes two segments the same function: equations, wiring, what is returned, saved, nested and fenced."""
+        """Make the key of equal segments: equations, connections, returned and saved values, nesting, barriers."""
         base = self._made(range(segment.start, segment.stop)).start
         place = {v: i for i, v in enumerate(reads)}
         wiring = []
@@ -296,18 +296,18 @@ class _Emitter:
         return tuple(v for v in self._made(piece) if self.last_use[v] >= piece.stop)
 
     def _is_activation(self, v: int) -> bool:
-        is_array = not hasattr(self.variables[v].aval, "inner_aval")  # a reference is no array
+        is_array = not hasattr(self.variables[v].aval, "inner_aval")  # not a reference
         return is_array and self.program.graph.values[v].is_differentiated and v not in self.weights
 
     def _can_name(self, v: int) -> bool:
-        """JAX rounds what a policy saves by `reduce_precision`, which takes no complex numbers; keys are not named."""
+        """Tell whether a value can be saved by name: not complex numbers, which JAX cannot round, and not keys."""
         dtype = self.variables[v].aval.dtype
         return not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.complexfloating, jax.dtypes.extended))
 
     def _last_use_in(self, v: int, start: int, stop: int) -> int:
-        """The last use that matters in a scope: of what comes in from outside the last in it, of all the gradient's.
+        """Find a value's last use that counts in a scope: for its inputs the last in it, for all the gradient's.
 
-        What only reports on a value takes it as it is: behind barriers it would be given a cotangent of zeros.
+        Debug callbacks do not count: behind a barrier the value would get a cotangent of zeros for them.
         """
         value = self.program.graph.values[v]
         if start and (value.producer is None or value.producer < start):
@@ -319,10 +319,10 @@ class _Emitter:
         return {v: None for v in self._reads(range(start, stop)) if self._is_activation(v)}
 
     def _sums_last_first(self, weights: Sequence[int], stop: int) -> list[int]:
-        """Weights in order; those of them that are read from `stop` on too, whose gradients are sums, turned round."""
+        """Reverse the order of the weights that are read from `stop` on too, whose gradients are sums."""
         is_summed = [self.program.graph.is_joined(w, stop) for w in weights]
-        turned = reversed([w for w, summed in zip(weights, is_summed, strict=True) if summed])
-        return [next(turned) if summed else w for w, summed in zip(weights, is_summed, strict=True)]
+        last_first = reversed([w for w, summed in zip(weights, is_summed, strict=True) if summed])
+        return [next(last_first) if summed else w for w, summed in zip(weights, is_summed, strict=True)]
 
     def _weights_read(self, piece: range) -> list[int]:
         return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]

@@ -1,12 +1,12 @@
-"""Loops begun in mid-step: a scan whose steps are cut in two, A then B, as A, then steps of B then A, then B.
+"""Rotate a loop: turn a scan over steps of A then B into A, a scan over steps of B then A, and B.
 
-What a loop carries is saved for every step; what a step's derivative reads may be something else. A step of
-tanh(x @ w) carries the activation and differentiates at the value before it: both are saved, or the product is
-executed again. Begun after the product, the loop carries the value before the activation, and everything else is cheap
-to make again. An unrolled loop needs no such thing: there a planner cuts where it likes.
+A loop saves its carry for every step, but a step's derivative may read another value. A step of tanh(x @ w) carries the
+activation and differentiates at the value before it: both are saved, or the product is recomputed. Rotated to begin
+after the product, the loop carries the value before the activation, and everything else is cheap to recompute. An
+unrolled loop does not need this: there a planner cuts anywhere.
 
-The steps that remain read slices of xs of two steps, theirs and the next one's. They are read at their index from
-the whole xs, as in `rewrite`; only gradients come as slices, one step short, and are put together at the end.
+A rotated step reads slices of xs of two steps, its own and the next one's. It reads them at their index from the whole
+xs, as in `jaxsub.emission.scans`; only gradients come as slices, one step short, and are concatenated at the end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Values = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotated:
-    """A loop begun in mid-step.
+    """A rotated loop.
 
     Attributes:
-        body: What is now a step, as a program of constants, carry and slices of xs.
+        body: The rotated step, as a program of constants, carry and slices of xs.
         n_carry: How many values it carries.
-        first: `first(constants, carry, slices of the first step) -> what is carried now`.
-        last: `last(constants, what is carried now, slices of the last step) -> carry and slices of ys`.
+        first: `first(constants, carry, slices of the first step) -> rotated carry`.
+        last: `last(constants, rotated carry, slices of the last step) -> carry and slices of ys`.
         here: Which of the loop's xs a step reads at its own index.
-        ahead: Which of them it reads one step ahead; these follow on the others.
+        ahead: Which of them it reads one step ahead; they come after the others.
     """
 
     body: Program
@@ -45,7 +45,7 @@ class Rotated:
 
 
 def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
-    """Begin a loop's steps at a node of their body.
+    """Rotate a loop to begin its steps at a node of their body.
 
     Args:
         body: The body, from `body_program`.
@@ -73,7 +73,7 @@ def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
     here = tuple(i for i, v in enumerate(xs) if v in read_after)
     ahead = tuple(i for i, v in enumerate(xs) if v in read_before)
 
-    # the first half of the next step: its carry is what this step returns, all else is new
+    # the first half of the next step: its carry is this step's result, all other variables are new
     new = dict(zip(carry, body.outvars[:n_carry], strict=True))
     next_xs = [compat.new_var(xs[i].aval) for i in ahead]
     new.update(zip((xs[i] for i in ahead), next_xs, strict=True))
@@ -86,12 +86,12 @@ def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
     invars = [*consts, *crossing, *(xs[i] for i in here), *next_xs]
     active = {body.invars[i] for i in body.differentiated} | set(crossing)
     active |= {v for v, i in zip(next_xs, ahead, strict=True) if xs[i] in active}
-    turned = program_of(
+    rotated_body = program_of(
         [*after, *following], invars, [*(new[v] for v in crossing), *body.outvars[n_carry:]], list(body.consts),
         {i for i, v in enumerate(invars) if v in active}, None, None, ["const"] * len(invars), body.traced,
     )  # fmt: skip
     return Rotated(
-        body.part(turned),
+        body.part(rotated_body),
         len(crossing),
         _function(body, before, [*consts, *carry, *xs], crossing),
         _function(body, after, [*consts, *crossing, *xs], body.outvars),
@@ -101,7 +101,7 @@ def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
 
 
 def best_place(body: Program) -> int:
-    """Where to begin a body of little arithmetic: after its last costly node; 0 where nothing follows on that."""
+    """Choose where to begin a small body's steps: after its last costly node; 0 if that is the end."""
     costly = [node.index for node in body.graph.nodes if node.is_costly]
     at = costly[-1] + 1 if costly else 0
     return at if at < len(body.eqns) else 0

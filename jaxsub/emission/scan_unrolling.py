@@ -1,10 +1,9 @@
-"""Loops written out: several steps of a scan, or all of them, one after the other as one program.
+"""Unroll several steps of a scan, or all of them, into one program.
 
-What a scan stacks it stacks in arrays of one length, there from the first step of a block to its last; so its blocks
-are all alike, and the carries at their starts stand until the last is done with. Steps that are written out are stages
-like any others: regions of them may grow shorter as less memory is left for them, as the best schedules have it, and
-what a stage kept is free as soon as its backward pass is through. The price is a program that grows with the steps, so
-only few equations are written out.
+A scan stacks residuals in arrays of one length, which are live for a whole block; so its blocks have one size, and the
+carries at their starts are live until the last block is done. Unrolled steps are stages like any others: regions may
+get shorter as less memory is left for them, as in the best schedules, and a stage's residuals are dead after its
+backward pass. The program grows with the steps, so only few equations are unrolled.
 
 Source: Griewank and Walther, *Revolve* (2000): the best lengths between checkpoints are unequal.
 """
@@ -22,7 +21,7 @@ from jaxsub.jaxpr.trace import Program, program_of
 
 
 def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, reverse: bool) -> Program:
-    """Several steps of a loop as one: a program of constants, carry and stacked slices of xs, in this order.
+    """Unroll several steps of a loop into a program of constants, carry and stacked slices of xs, in this order.
 
     Args:
         body: The body, from `body_program`.
@@ -61,5 +60,5 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
     eqns, invars, outvars, consts = flatten_jaxpr(closed, keeps_slices=True)
     positions = {len(consts) + i for i in body.differentiated}
     names = ["const"] * len(invars)
-    written = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)
-    return body.part(written)
+    found = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)
+    return body.part(found)

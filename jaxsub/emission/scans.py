@@ -1,17 +1,17 @@
-"""From a program and ways to run what stands inside its equations to the same program with these rewritten.
+"""Rewrite a program's loops and conditionals as a plan says.
 
-A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint` with an inner scan inside, as deep as
-the `Loop` says; steps that no block size divides follow as one shorter block. A step may be a region too, that
-saves named values of its body, and there may be regions and barriers inside the body. All of it goes through
-`jax.lax.scan` with the body evaluated from its jaxpr, a conditional likewise through `jax.lax.switch`. What is new
-stands in the place of the old as one `jit` equation, so nodes keep their numbers.
+A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint` around an inner scan, as deep as the
+`Loop` says; steps that no block size divides follow as one shorter block. A step may be a region that saves named
+values of its body, and there may be regions and barriers inside the body. All of it goes through `jax.lax.scan` with
+the body evaluated from its jaxpr, a conditional likewise through `jax.lax.switch`. Each rewritten equation becomes one
+`jit` equation, so nodes keep their numbers.
 
-Steps that are executed last may keep everything: their backward pass comes first, and they stand outside all blocks.
+The last steps may stay outside all blocks without recompute: their backward pass comes first.
 
-**Copies.** Every level of nested scans copies the slices of xs that its blocks read, and of their gradients that they
-make. The first kind is avoided: steps that are executed again read the whole xs at their own index, and only the
-tangent comes through the slices (`_at`), which nobody reads then and the compiler drops. The second is not: a region's
-gradients are results of its own, whole slices for a block.
+**Copies.** Every level of nested scans copies the slices of xs that its blocks read, and the gradients of xs that they
+make. The first kind is avoided: recomputed steps read the whole xs at their own index, and only the tangent comes
+through the slices (`_at`), which are then dead code. The second kind remains: a region's gradients are results of its
+own, whole slices for a block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 
 
 def with_loops(program: Program, loops: Sequence[Way]) -> Program:
-    """A program in which some scans and conditionals run as said; everything else, its graph too, stays as it is.
+    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is.
 
     Example:
         >>> from jaxsub.jaxpr.trace import trace
@@ -59,9 +59,9 @@ def with_loops(program: Program, loops: Sequence[Way]) -> Program:
 
 
 def body_program(program: Program, node: int) -> Program:
-    """The body of a scan as a program of constants, carry and slices of xs, in this order.
+    """Make a program of a scan's body: a function of constants, carry and slices of xs, in this order.
 
-    Its differentiated inputs are what a gradient may flow to; all of its floating-point carry is.
+    A gradient may flow to its differentiated inputs; the whole floating-point carry is among them.
     """
     eqn, graph = program.eqns[node], program.graph
     eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"], keeps_slices=True)
@@ -76,7 +76,7 @@ def body_program(program: Program, node: int) -> Program:
 
 
 def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
-    """The branches of a conditional as programs of its operands, the index left out."""
+    """Make programs of a conditional's branches: functions of its operands without the index."""
     eqn, graph = program.eqns[node], program.graph
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
@@ -115,7 +115,7 @@ def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Seq
 
 
 def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
-    """A body or branch as a function of its inputs, run as said."""
+    """Make a function of a body or branch under a plan."""
     function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="")
     dtypes = [a.aval.dtype for a in body.outvars]
     return lambda *args: [o if isinstance(o, jax.Array) else jnp.asarray(o, d)
@@ -124,9 +124,9 @@ def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
 
 @jax.custom_jvp
 def _at(whole: Any, index: Any, part: Any) -> Any:
-    """`whole[index]`; its tangent is that of `part`, the same value.
+    """Read `whole[index]` with the tangent of `part`, which is the same value.
 
-    Where JAX drops the rule, as for second derivatives, the tangent is that of `whole[index]`: the same again, so
+    Where JAX drops the rule, as for second derivatives, the tangent is that of `whole[index]`, which is equal, so
     nothing may stop `whole`'s gradient.
     """
     return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False)
@@ -170,54 +170,54 @@ def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scan:
-    """A scan, ready to run as a `Loop` says."""
+    """A scan that runs as a `Loop` says."""
 
     eqn: Any
     loop: Loop
     step: Step
     kept_step: Step
-    turned: Rotated | None
+    rotation: Rotated | None
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn, (body, n_carry, turned) = program.eqns[loop.node], _turned(program, loop)
+        eqn, (body, n_carry, rotation) = program.eqns[loop.node], _turned(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
         ahead: tuple[int, ...] = ()
-        if turned is not None:
+        if rotation is not None:
             shift = (1, 0) if eqn.params["reverse"] else (0, 1)
-            ahead = (shift[0],) * len(turned.here) + (shift[1],) * len(turned.ahead)
-        is_split = bool(loop.blocks or loop.kept_steps or turned)
+            ahead = (shift[0],) * len(rotation.here) + (shift[1],) * len(rotation.ahead)
+        is_split = bool(loop.blocks or loop.kept_steps or rotation)
         plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts, ahead) if is_split else plain
         if loop.kept_saved is not None:
             named = _region(_indexed(named, n_consts, ahead), loop.kept_saved)
-        if loop.is_recomputed:  # in a loop nothing else may be taken for the same, elsewhere it has to be kept apart
+        if loop.is_recomputed:  # in a loop CSE finds nothing equal, elsewhere it must be prevented
             step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
-        return cls(eqn, loop, step, named, turned)
+        return cls(eqn, loop, step, named, rotation)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
-        length, turned = self.eqn.params["length"], self.turned
+        length, rotation = self.eqn.params["length"], self.rotation
         consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
         carry, xs = rest[:n_carry], rest[n_carry:]
         if self.loop.unrolled > 1:
             return self._unrolled(consts, carry, xs)
-        if turned is None:
+        if rotation is None:
             carry, ys = self._run(consts, carry, xs, xs, length)
             return (*carry, *ys)
         first, last = (-1, 0) if self.eqn.params["reverse"] else (0, -1)
         here, ahead = (slice(1, None), slice(-1)) if self.eqn.params["reverse"] else (slice(-1), slice(1, None))
-        parts = (*(xs[i][here] for i in turned.here), *(xs[i][ahead] for i in turned.ahead))
-        wholes = tuple(xs[i] for i in (*turned.here, *turned.ahead))
-        carry = turned.first(consts, carry, tuple(x[first] for x in xs))
+        parts = (*(xs[i][here] for i in rotation.here), *(xs[i][ahead] for i in rotation.ahead))
+        wholes = tuple(xs[i] for i in (*rotation.here, *rotation.ahead))
+        carry = rotation.first(consts, carry, tuple(x[first] for x in xs))
         carry, ys = self._run(consts, carry, wholes, parts, length - 1)
-        results = turned.last(consts, carry, tuple(x[last] for x in xs))
+        results = rotation.last(consts, carry, tuple(x[last] for x in xs))
         results = tuple(r if isinstance(r, jax.Array) else jnp.asarray(r, v.aval.dtype)
                         for r, v in zip(results, self.eqn.outvars, strict=True))  # fmt: skip
         return (*results[:n_carry], *self._joined(ys, tuple(y[None] for y in results[n_carry:])))
 
     def _unrolled(self, consts: Values, carry: Values, xs: Values) -> Values:
-        """Run all steps, several written out as one; alone, those are no loop."""
+        """Run all steps, several unrolled into one; if that is all of them, without a loop."""
         n_once = self.loop.unrolled
         n = self.eqn.params["length"] // n_once
         if n == 1:
@@ -230,7 +230,7 @@ class _Scan:
     def _run(self, consts: Values, carry: Values, wholes: Values, xs: Values, length: int) -> tuple[Values, Values]:
         """Run all steps; `xs` are slices of `wholes`."""
         loop = self.loop
-        if not loop.blocks and not loop.kept_steps and self.turned is None:
+        if not loop.blocks and not loop.kept_steps and self.rotation is None:
             return self._scan(self.step, consts, carry, xs, length)
         n_head = length - loop.kept_steps
         known = (*consts, *wholes)
@@ -273,7 +273,7 @@ class _Scan:
                             unroll=max(1, min(params["unroll"] // self.loop.unrolled, length)), **more)  # fmt: skip
 
     def _parts(self, xs: Values, n_head: int, length: int) -> tuple[Values, Values]:
-        """What the first `n_head` steps to run read, and what the others do."""
+        """Split xs into those of the first `n_head` steps to run and those of the others."""
         if n_head == length:
             return xs, ()
         cut = length - n_head if self.eqn.params["reverse"] else n_head
@@ -286,7 +286,7 @@ class _Scan:
 
 
 def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None) -> Step:
-    """The body as a function, run as said, or with some of its values named."""
+    """Make a step from the body, under a plan or with some of its values named."""
     function = _named(body, saved) if saved else _planned(body, inside)
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -314,7 +314,7 @@ def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
 
 
 def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
-    """A step that is given its index with its slices, and reads the whole xs, which follow on the constants, there.
+    """Make a step take its index with its slices and read there the whole xs, which come after the constants.
 
     `ahead` says how far from its index it reads each of them.
     """

@@ -1,8 +1,8 @@
-"""Arguments that are no arrays: which they are, and the function of the others.
+"""Split static arguments from the others, and bind them.
 
-They are told by position or name, as to `jax.jit`, and either way of naming them covers both ways of passing them. Two
-static arguments are the same when they are equal and of one type: `1` and `True` are traced apart. So are leaves of the
-other arguments that are no arrays, as `jaxsub.jaxpr.static_leaves` finds them.
+The user names them by position or name, as for `jax.jit`; either covers arguments that are passed by position and by
+name. Two static arguments are the same when they are equal and of one type: `1` and `True` are traced apart. The same
+holds for static leaves of the other arguments (`jaxsub.jaxpr.static_leaves`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jaxsub.jaxpr.static_leaves import fixed_leaves, of_the_others, without
 from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 
 AnyArgnums = int | Sequence[int] | None
-"""What a user may name the differentiated arguments by."""
+"""How a user may name the differentiated arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """Which arguments of a function are no arrays.
+    """The static arguments of a function.
 
     Attributes:
         fun: The function.
-        argnums: Where they stand when given by position.
-        argnames: What they are called when given by name.
+        argnums: Their positions, for arguments that are passed by position.
+        argnames: Their names, for arguments that are passed by name.
     """
 
     fun: Callable[..., Any]
@@ -39,7 +39,7 @@ class Statics:
 
     @classmethod
     def of(cls, fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]) -> Statics:
-        """Find out, as `jax.jit` does, what arguments given by position are called and where named ones stand."""
+        """Complete positions and names from the function's signature, as `jax.jit` does."""
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (ValueError, TypeError):  # a builtin without a signature
@@ -50,11 +50,11 @@ class Statics:
         places |= {i for i, p in enumerate(ordered) if p.name in argnames}
         unknown = set(argnames) - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"static_argnames names {sorted(unknown)}, which the function does not take")
+            raise ValueError(f"static_argnames names {sorted(unknown)}, which are no parameters of the function")
         return cls(fun, frozenset(places), frozenset(names))
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
-        """Static arguments by place and name, the other positional ones, the other keywords."""
+        """Split arguments: static ones by position and name, the other positional ones, the other keywords."""
         static_args = tuple((i, type(args[i]), args[i]) for i in sorted(self.argnums) if i < len(args))
         static_kwargs = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.argnames)
         dynamic = [a for i, a in enumerate(args) if i not in self.argnums]
@@ -71,7 +71,7 @@ class Statics:
         return (static_args, static_kwargs, inner), *without((dynamic, keywords), fixed)
 
     def bind(self, statics: Any, n_args: int) -> Callable[..., Any]:
-        """The function of its other arguments."""
+        """Bind the static arguments; return a function of the others."""
         static_args, static_kwargs = ({place: value for place, _, value in found} for found in statics[:2])
         if not static_args and not static_kwargs:
             return self.fun if statics[2] is None else of_the_others(self.fun, *statics[2])
@@ -84,7 +84,7 @@ class Statics:
         return bound if statics[2] is None else of_the_others(bound, *statics[2])
 
     def dynamic_argnums(self, argnums: int | tuple[int, ...] | None, n_args: int) -> tuple[int, ...] | None:
-        """Where the differentiated arguments stand among those that are arrays; `None` where nobody named them."""
+        """Find the positions of the differentiated arguments among those that are not static; `None` for `None`."""
         if argnums is None:
             return None
         arrays = [i for i in range(n_args) if i not in self.argnums]
@@ -96,7 +96,7 @@ class Statics:
 
 
 def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
-    """What `argnums` names, or an error that says what it may be.
+    """Check and normalise `argnums`.
 
     Raises:
         TypeError: If it is neither a whole number nor a sequence of at least one.
@@ -121,29 +121,29 @@ def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> Non
     """Refuse an option of ours that may be meant for a parameter of the user's function.
 
     Args:
-        call: What was called, such as `jaxsub.plan`: its options are keyword-only, its function is `fun`.
-        given: What it was given, by the names of its parameters.
+        call: The function of ours that was called, such as `jaxsub.plan`, with keyword-only options and `fun`.
+        given: Its arguments, by the names of its parameters.
 
     Raises:
-        TypeError: It names the way in which nothing can collide.
+        TypeError: If an option's name is a free parameter of `fun`; it says how to call without a collision.
     """
     try:
         free = inspect.signature(given["fun"])
         bound = free.bind_partial(*given["args"]).arguments
-    except (ValueError, TypeError):  # a builtin without a signature, or arguments that it does not take: it says so
+    except (ValueError, TypeError):  # a builtin without a signature, or wrong arguments: the call itself says so
         return
     for name, option in inspect.signature(call).parameters.items():
         is_passed = option.kind is option.KEYWORD_ONLY and given[name] is not option.default
         if is_passed and name in free.parameters and name not in bound:
             fun, called = getattr(given["fun"], "__name__", "function"), getattr(call, "__name__", "")
             raise TypeError(
-                f"{name}= is a parameter of {fun} and an option of jaxsub.{called}. Options in the first brackets, "
-                f"arguments in the second leave no doubt: jaxsub.sublinear({fun}, ...).{called}(..., {name}=...)."
+                f"{name}= is a parameter of {fun} and an option of jaxsub.{called}. Pass options and arguments "
+                f"separately: jaxsub.sublinear({fun}, ...).{called}(..., {name}=...)."
             )
 
 
 def trace_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: AnyArgnums) -> Program:
-    """Trace a function of arguments among whose leaves some may be no arrays, as in Equinox's modules.
+    """Trace a function whose arguments may have static leaves, as Equinox's modules do.
 
     Raises:
         UnsupportedError: If there is nothing to differentiate.
@@ -155,7 +155,7 @@ def trace_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         >>> [node.primitive for node in program.graph.nodes]
         ['dot_general', 'tanh', 'reduce_sum']
     """
-    is_wrapped = isinstance(getattr(type(fun), "statics", None), property)  # a `Sublinear`, which knows its own
+    is_wrapped = isinstance(getattr(type(fun), "statics", None), property)  # a `Sublinear` has its own
     statics = replace(fun.statics, fun=fun) if is_wrapped else Statics.of(fun, (), ())  # type: ignore[attr-defined]
     fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
     wanted = statics.dynamic_argnums(read_argnums(argnums), len(args))

@@ -1,4 +1,4 @@
-"""What differs between JAX versions: the only file that asks for one or touches `jax._src`; functions say for which."""
+"""Differences between JAX versions, each with its versions: no other file checks a version or uses `jax._src`."""
 # pyright: reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     from jax._src import ad_checkpoint, source_info_util
     from jax._src import config as jax_config
     from jax._src import core as jax_core
-except ImportError:  # private: may go in any version
+except ImportError:  # private: any version may remove them
     ad_checkpoint = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
 
 # Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
@@ -37,12 +37,12 @@ def version_of(text: str) -> tuple[int, ...]:
 
 
 def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
-    """Options for a compile on the CPU that keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
+    """Return options that make a CPU compile keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
 
     Those versions expand optimization barriers before a later pass merges equal expressions, so every straight-line
-    recomputation is merged away. What it merges may be a copy that an update in place needs: values can then be wrong
-    (`dynamic_update_slice` of what a barrier lets through, tests/devices/test_compile.py).
-    Other backends refuse to compile without that pass: never give them this option.
+    recomputation is merged away. It may merge a copy that an update in place needs: values can then be wrong
+    (`dynamic_update_slice` of a value behind a barrier, tests/devices/test_compile.py).
+    Other backends refuse to compile without that pass: never pass them this option.
 
     Args:
         version: The JAX version to decide for.
@@ -60,10 +60,10 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
 
 
 def cpu_measuring_options() -> dict[str, Any]:
-    """Options for a compile on the CPU whose program is never run, only its memory read.
+    """Return options for a CPU compile whose program is only measured, never run.
 
-    Buffers are assigned before machine code is made, so code that is not optimised says the same of memory and of
-    FLOPs, and is there in two thirds of the processor time (`tests/devices/test_compile.py` compares the two).
+    Buffers are assigned before machine code is made, so unoptimised code has the same memory and FLOPs in two thirds
+    of the processor time (`tests/devices/test_compile.py` compares the two).
 
     Example:
         >>> cpu_measuring_options()["xla_backend_optimization_level"]
@@ -73,21 +73,21 @@ def cpu_measuring_options() -> dict[str, Any]:
 
 
 def remat_flavour(version: str = jax.__version__) -> str:
-    """Which of JAX's two `jax.checkpoint`s makes our regions; what was measured with one says nothing of the other.
+    """Tell which of JAX's two `jax.checkpoint`s makes our regions; measurements of one do not hold for the other.
 
     That is the one in use, but before JAX 0.11 always the older: there `jax_remat3` puts no barrier in a region's
-    backward pass, so that regions save no memory, and cannot map (vmap) what they save.
+    backward pass, so that regions save no memory, and cannot `vmap` saved values.
     """
     return "remat3" if getattr(jax.config, "jax_remat3", False) and version_of(version) >= (0, 11) else "remat2"
 
 
 def saves_in_nests() -> bool:
-    """Whether a region inside another saves what its policy names; `jax_remat3` makes it again."""
+    """Tell whether a region inside another saves the values that its policy names; `jax_remat3` recomputes them."""
     return remat_flavour() == "remat2"
 
 
 def _of_our_flavour() -> contextlib.AbstractContextManager[Any]:
-    """Where regions and names are made: the flag is turned off where it is on and `remat_flavour` is the older one."""
+    """Make the context for our regions and names: it turns the flag off where `remat_flavour` is the older one."""
     is_other = getattr(jax.config, "jax_remat3", False) and remat_flavour() == "remat2"
     flag = getattr(jax_config, "remat3", None) if is_other else None
     return flag(False) if flag is not None else contextlib.nullcontext()
@@ -109,20 +109,20 @@ def checkpoint_name(x: Any, name: str) -> Any:
 
 
 def ignores_policies() -> bool:
-    """Whether `jax.checkpoint` now recomputes some results without asking the policy: with `jax_remat3`."""
+    """Tell whether `jax.checkpoint` now recomputes some results without calling the policy: with `jax_remat3`."""
     return bool(getattr(jax.config, "jax_remat3", False)) and "sin" not in asked_by_remat3()
 
 
 def ignores_our_policies() -> bool:
-    """Whether `checkpoint` here does so."""
+    """Tell whether `checkpoint` here does so."""
     return remat_flavour() == "remat3" and ignores_policies()
 
 
 @functools.cache
 def asked_by_remat3() -> frozenset[str]:
-    """The primitives that `jax_remat3` asks a policy about: none before 0.12, then products, convolutions and names.
+    """Find the primitives that `jax_remat3` calls a policy for: none before 0.12, then products, convolutions, names.
 
-    All else is recomputed silently; so a policy is watched for what it is asked. Call it with the flag on.
+    It silently recomputes all others; so this records the calls of a policy. Call it with the flag on.
     """
     asked: set[str] = set()
 
@@ -139,7 +139,7 @@ def asked_by_remat3() -> frozenset[str]:
 
 
 def is_known_to_remat3(policy: Any) -> bool:
-    """Whether `jax_remat3` carries out a policy by its class, without asking it; so did 0.10 with some of JAX's own."""
+    """Tell whether `jax_remat3` applies a policy by its class, without calling it, as 0.10 did with some of JAX's."""
     known = (
         getattr(ad_checkpoint, name, None) for name in ("DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese")
     )
@@ -147,7 +147,7 @@ def is_known_to_remat3(policy: Any) -> bool:
 
 
 def unwrapped(eqn: Any) -> tuple[Any, dict[str, Any]]:
-    """An equation's primitive and parameters, those of names and regions as they are without `jax_remat3`.
+    """Return an equation's primitive and parameters, for names and regions as without `jax_remat3`.
 
     With it, both are parameters of one primitive, whose classes are private; without those nothing is unwrapped.
     """
@@ -160,19 +160,19 @@ def unwrapped(eqn: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def given_name(eqn: Any) -> str | None:
-    """What `checkpoint_name` calls an equation's result, with `jax_remat3` or without; `None` of other equations."""
+    """Return the name that `checkpoint_name` gives an equation's result; `None` for other equations."""
     primitive, params = unwrapped(eqn)
     return str(params["name"]) if primitive.name == "name" else None
 
 
 def watch_regions(look: Callable[[Any, Any], None]) -> None:
-    """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, whoever asked for it.
+    """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, ours or not.
 
-    It neither hashes nor compares a policy, so that a policy that is never called cannot notice. Its class of regions
-    leaves a method to be overridden that sees each region as it is made. Without that class nothing is watched.
+    It neither hashes nor compares a policy, so a policy that is never called cannot notice. Its class of regions has a
+    method to override that sees each region as it is made. Without that class no region is watched.
 
     Args:
-        look: What is called; it may raise.
+        look: The function to call; it may raise.
     """
     region = getattr(ad_checkpoint, "RematTraced", None)
     if region is not None:
@@ -180,27 +180,27 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
 
 
 REGIONS = ("checkpoint", "remat", "remat2")
-"""What `jax.checkpoint`'s primitive is called, by version."""
+"""Names of `jax.checkpoint`'s primitive, by version."""
 
 
 def new_var(aval: Any) -> Any:
-    """A fresh variable; `jax.extend.core.Var` is semi-public, its constructor takes an aval first in every version."""
+    """Make a fresh variable; the constructor of the semi-public `jax.extend.core.Var` takes an aval first."""
     return jex_core.Var(aval)
 
 
 def is_var(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a variable rather than a literal."""
+    """Tell whether an atom of a jaxpr is a variable rather than a literal."""
     return not isinstance(atom, jex_core.Literal)
 
 
 def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Any:
-    """A jaxpr without constants over given equations; effects on references made inside stay inside.
+    """Make a jaxpr without constants from equations; effects on references made inside stay inside.
 
     Args:
         eqns: Its equations, in order.
         invars: Its inputs.
         outvars: Its outputs, variables or literals.
-        like: A jaxpr whose debug information it carries on; `None` if it is only looked at.
+        like: A jaxpr whose debug information it takes over; `None` if it is not evaluated.
     """
     effects = frozenset(e for eqn in eqns for e in eqn.effects if getattr(e, "input", None) in (None, *invars))
     why, where = (like.debug_info.traced_for, like.debug_info.func_src_info) if like else ("jaxsub", "jaxsub")
@@ -209,22 +209,22 @@ def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[
 
 
 def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Equations as far as some results need them; of loops only what they carry or stack for those.
+    """Drop equations that results do not need, also what loops carry or stack without need.
 
     Args:
         results: Variables or literals.
         eqns: Equations, in order, that make them.
-        inputs: What else the equations read.
+        inputs: The other variables that the equations read.
     """
     jaxpr = make_jaxpr_of(eqns, inputs, results)
     return list(dce_jaxpr(jaxpr, [True] * len(results))[0].eqns)
 
 
 def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Equations in which an array is taken apart by slices, each where it is read first.
+    """Replace `unstack` by slices, each where it is read first.
 
-    From 0.12 on JAX takes an array that is iterated over apart by one equation, `unstack`; before by slices. All its
-    parts would then cross every cut between what stands before and what stands after the equation.
+    From 0.12 on iterating over an array is one equation, `unstack`; before it was slices. The results of an `unstack`
+    would all cross every cut between it and their readers.
     """
     if not any(eqn.primitive.name == "unstack" for eqn in eqns):
         return list(eqns)
@@ -249,7 +249,7 @@ def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 def _slice_eqns(eqn: Any, i: int, var: Any) -> list[Any]:
-    """The equations that make one part of what an `unstack` takes apart."""
+    """Make the equations of one result of an `unstack`."""
     axis = eqn.params["axis"]
     traced = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False))(shape_of(eqn.invars[0].aval))
     jaxpr = open_jaxpr(traced)
@@ -265,19 +265,19 @@ def _slice_eqns(eqn: Any, i: int, var: Any) -> list[Any]:
 
 
 def open_jaxpr(closed: Any) -> Any:
-    """The open jaxpr of a closed one, an open one itself; one class from 0.11 on, where `.jaxpr` is the same object."""
+    """Return the open jaxpr of a closed or open one; from 0.11 on there is one class, and `.jaxpr` is itself."""
     return getattr(closed, "jaxpr", closed)
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype, and inside `shard_map` the axes that it varies over, which JAX checks."""
+    """Make a shape with dtype, and inside `shard_map` with the axes that it varies over, which JAX checks."""
     manual = getattr(aval, "manual_axis_type", None)
     varies = {"manual_axis_type": manual, "sharding": aval.sharding} if getattr(manual, "varying", ()) else {}
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **varies)
 
 
 def fence(values: Sequence[Any]) -> list[Any]:
-    """Put values behind one barrier; in `shard_map`, where JAX 0.10 would change their types, one for each kind."""
+    """Put values behind one barrier; in `shard_map`, where JAX 0.10 would change their types, one for each type."""
     types = [jax.typeof(x) for x in values]
     fenced = list(jax.lax.optimization_barrier(list(values)))
     if [jax.typeof(x) for x in fenced] == types:
@@ -291,34 +291,34 @@ def fence(values: Sequence[Any]) -> list[Any]:
 
 
 def names_axes(jaxpr: Any) -> bool:
-    """Whether a jaxpr means something only under named axes: those of `shard_map`, or of `vmap` with collectives."""
+    """Tell whether a jaxpr depends on named axes: those of `shard_map`, or of `vmap` with collectives."""
     varies = (getattr(getattr(v.aval, "manual_axis_type", None), "varying", ()) for v in open_jaxpr(jaxpr).invars)
     return any(type(e).__name__ == "NamedAxisEffect" for e in jaxpr.effects) or any(varies)
 
 
 def axes_in_scope() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What names axes now, inside `shard_map` or `vmap`, as a context to trace in later, when that is over.
+    """Capture the named axes of `shard_map` or `vmap` as a context to trace in later, outside them.
 
-    The sizes of named axes have no public counterpart; without them only the mesh is entered again.
+    The sizes of named axes have no public counterpart; without them only the mesh is re-entered.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = tuple(jax_core.get_axis_env().axis_sizes.items()) if hasattr(jax_core, "get_axis_env") else ()
 
-    checked = getattr(jax_config, "_check_vma", None)  # whether `shard_map` looks at the axes that values vary over
+    checked = getattr(jax_config, "_check_vma", None)  # whether `shard_map` checks the axes that values vary over
     is_checked = checked.value if checked is not None else False
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
+    def reenter() -> Iterator[None]:
         named = jax_core.extend_axis_env_nd(sizes) if sizes else contextlib.nullcontext()
-        looked_at = checked(is_checked) if checked is not None else contextlib.nullcontext()
-        with jax.sharding.use_abstract_mesh(mesh), named, looked_at:
+        checking = checked(is_checked) if checked is not None else contextlib.nullcontext()
+        with jax.sharding.use_abstract_mesh(mesh), named, checking:
             yield
 
-    return again
+    return reenter
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of a scan's inputs are constants, and how many are carried.
+    """Count a scan's constants and its carried values.
 
     The parameters are `num_consts` and `num_carry` up to 0.10, from 0.11 on the trees `ft_in` and `ft_out`.
     """
@@ -329,10 +329,10 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def inlined_body(eqn: Any) -> Any | None:
-    """The closed jaxpr of a call that may be inlined without changing what it means, or `None`.
+    """Return the closed jaxpr of a call that can be inlined without changing its meaning, or `None`.
 
-    `jit` with shardings, layouts or compiler options of its own stays whole, and so does everything that carries
-    a differentiation rule. The primitive is called `pjit` before 0.7 and `jit` since; `core_call` goes after 0.10.
+    `jit` with shardings, layouts or compiler options of its own stays whole, as do calls with a differentiation rule.
+    The primitive is called `pjit` before 0.7 and `jit` since; `core_call` was removed after 0.10.
     """
     if eqn.primitive.name in ("closed_call", "core_call"):
         return eqn.params.get("call_jaxpr")
@@ -348,7 +348,7 @@ def inlined_body(eqn: Any) -> Any | None:
 
 
 def within(eqn: Any, caller: Any) -> Any:
-    """The source information of an inlined equation, in its caller's scopes; the caller's line where it has none."""
+    """Make an inlined equation's source information: in its caller's scopes, at the caller's line if it has none."""
     info, outer = eqn.source_info, caller.source_info
     traceback = info.traceback if source_of(eqn) else outer.traceback
     return info.replace(name_stack=outer.name_stack + info.name_stack, traceback=traceback)
@@ -374,7 +374,7 @@ def source_of(eqn: Any, *, is_own: bool = False) -> str:
 
 
 def standing_at(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """Have what is traced inside stand at an equation's line and in its scopes; has no public counterpart."""
+    """Give equations traced inside the line and scopes of an equation; there is no public counterpart."""
     if source_info_util is None:
         return contextlib.nullcontext()
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -394,10 +394,10 @@ def trace_context() -> tuple[Any, ...]:
 
 
 def quiet_cuda_plugin(drivers: Sequence[str] = NVIDIA_DRIVERS) -> None:
-    """Spare a user without a GPU the traceback that JAX prints at its first use once `jaxsub[targets]` is installed.
+    """Suppress the traceback that JAX prints on a machine without a GPU if `jaxsub[targets]` is installed.
 
-    The extra brings JAX's CUDA plugin, to compile with. Where there is no driver (none of the files `drivers`) it
-    cannot start, and JAX prints why, at length, unless a platform was chosen. Then, and only then, it is not started:
+    The extra installs JAX's CUDA plugin, to compile with. Without a driver (none of the files `drivers`) the plugin
+    cannot start, and JAX prints a long traceback unless a platform was chosen. Only then this keeps it from starting:
     the device in use stays the CPU. Call it before JAX's first use.
     """
     if any(map(os.path.exists, drivers)):

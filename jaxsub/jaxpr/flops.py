@@ -1,13 +1,13 @@
-"""What an equation costs, from its shapes alone: FLOPs, and whether it does real arithmetic.
+"""Count an equation's FLOPs from its shapes alone, and tell whether it is costly.
 
-Two counts are kept apart. `arithmetic_flops` is what matrix products, convolutions and other costly primitives
-execute; `elementwise_flops` one operation for each element a map or reduction touches. A planner weighs the second by
-`ELEMENTWISE_WEIGHT`: the compiler fuses such work into its neighbours, so that executing it again is nearly free.
-Loops count with their lengths, which the compiler's own cost analysis does not do; a `while` loop, whose length nobody
-knows, counts once; a conditional counts its dearest branch.
+There are two counts. `arithmetic_flops` are those of matrix products, convolutions and other costly primitives;
+`elementwise_flops` are one for each element of a map or reduction. Planners weigh the second by `ELEMENTWISE_WEIGHT`:
+the compiler fuses such work into its neighbours, so that recomputing it is nearly free. Loops count with their lengths,
+unlike in the compiler's own cost analysis; a `while` loop, of unknown length, counts once; a conditional counts its
+most expensive branch.
 
 A fused kernel is opaque. cuDNN's attention is counted from its shapes; a Pallas kernel by its own cost estimate, or its
-body once for each point of its grid; any other call (the FFI's) as a sort of its largest array would be, a guess.
+body once for each point of its grid; any other call (the FFI's) like a sort of its largest array, a guess.
 
 Shapes are those of the jaxpr: under `shard_map` that is one device's share.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from jaxsub.jaxpr import compat
 
 ELEMENTWISE_WEIGHT = 0.02
-"""Share of an elementwise FLOP that executing it again costs: fitted to compiled ResNets and GPTs."""
+"""Cost of recomputing an elementwise FLOP, as a share of one: fitted to compiled ResNets and GPTs."""
 
 MOVES = frozenset(
     "reshape broadcast_in_dim transpose slice dynamic_slice dynamic_update_slice concatenate pad squeeze rev gather "
@@ -39,7 +39,7 @@ COSTLY = frozenset(
     "scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
-"""Primitives whose results §4.2 of Chen et al. (2016) keeps: executing them again is what recomputation costs."""
+"""Primitives whose results §4.2 of Chen et al. (2016) saves: recompute costs their time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Flops:
         return Flops(self.arithmetic_flops + other.arithmetic_flops, self.elementwise_flops + other.elementwise_flops)
 
     def times(self, n: float) -> Flops:
-        """The same, `n` times over."""
+        """Multiply by a number of executions."""
         return Flops(self.arithmetic_flops * n, self.elementwise_flops * n)
 
     @property
     def weighted(self) -> float:
-        """The figure planners minimise."""
+        """The figure that planners minimise."""
         return self.arithmetic_flops + ELEMENTWISE_WEIGHT * self.elementwise_flops
 
     @property
@@ -108,14 +108,14 @@ def jaxpr_flops(jaxpr: Any) -> Flops:
 
 
 def is_costly(eqn: Any) -> bool:
-    """Whether an equation does real arithmetic, in itself or in a program inside it."""
+    """Tell whether an equation is costly, itself or in an inner program."""
     if eqn.primitive.name in COSTLY:
         return True
     return any(is_costly(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def primitives_in(eqn: Any) -> Iterator[str]:
-    """Names of the primitive of an equation and of those in programs inside it."""
+    """Yield the names of an equation's primitive and of those in its inner programs."""
     yield eqn.primitive.name
     for body in bodies_of(eqn):
         for inner in body.eqns:
@@ -123,7 +123,7 @@ def primitives_in(eqn: Any) -> Iterator[str]:
 
 
 def bodies_of(eqn: Any) -> tuple[Any, ...]:
-    """The programs inside an equation that run when it runs: loop bodies, branches, custom-rule functions."""
+    """Find the inner programs that run with an equation: loop bodies, branches, functions with custom rules."""
     found: list[Any] = []
     for key, param in compat.unwrapped(eqn)[1].items():
         if type(param) in _PLAIN or key in ("jvp_jaxpr_fun", "cond_jaxpr"):
@@ -135,7 +135,7 @@ def bodies_of(eqn: Any) -> tuple[Any, ...]:
 
 
 _PLAIN = frozenset((type(None), bool, int, float, str, np.dtype))
-"""Types of parameters that hold no program; looking for one in each of them is what takes time."""
+"""Types of parameters that hold no program: skipping them saves most of the time."""
 
 
 def _body_flops(eqn: Any, bodies: tuple[Any, ...]) -> Flops:
@@ -158,7 +158,7 @@ def _dot_flops(eqn: Any) -> float:
 
 
 def _attention_flops(eqn: Any) -> float:
-    """Two products of queries with keys or values forward, five backward; of a causal square the half that is run."""
+    """Count two products of queries with keys or values forward, five backward; half of each if causal."""
     queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
     n_keys = float(keys.shape[2 if eqn.params.get("layout") else 1])
     products = 2 if "_fwd" in eqn.primitive.name else 5
@@ -167,7 +167,7 @@ def _attention_flops(eqn: Any) -> float:
 
 
 def _grid_points(eqn: Any) -> int:
-    """How many times a Pallas kernel's body runs; a grid that is known only when it runs counts once."""
+    """Count the runs of a Pallas kernel's body; a dynamic grid counts once."""
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     return math.prod(n for n in grid if isinstance(n, int))
 

@@ -1,10 +1,10 @@
-"""Tell which equations do the same: a digest of each, and what two of one digest must agree on besides.
+"""Tell which equations are equal: by a digest of each, and by the functions and constants that no digest can hold.
 
 `signature_of` digests an equation by everything but its position: primitive, parameters, types of inputs and outputs,
 literals; jaxprs among the parameters by structure. Addresses in a parameter's text are left out, so the digest is equal
-in every process, on every machine. `identity` adds what no digest can hold: functions and inner constants. Two
-callbacks, or two derivative rules, that are the same lines of code but close over different objects differ; two that
-close over equal objects do not, though JAX wraps a rule anew at every use.
+in every process, on every machine. `identity` compares functions and inner constants. Two callbacks, or two derivative
+rules, with the same code but different closed-over objects differ; with equal ones they are equal, although JAX wraps a
+rule in new objects at every use.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def of_jax() -> str:
-    """JAX's own settings that decide what is planned and measured, for keys on disk: which `jax.checkpoint`, x64."""
+    """Describe the JAX settings that change plans and measurements, for keys on disk: which `jax.checkpoint`, x64."""
     return f"{compat.remat_flavour()} {jax.dtypes.canonicalize_dtype(float)}"
 
 
 def signature_of(eqn: Any) -> bytes:
-    """The digest of an equation.
+    """Digest an equation by everything but its position.
 
     Example:
         >>> import jax
@@ -50,13 +50,13 @@ def signature_of(eqn: Any) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _aval_text(aval: Any) -> str:
-    """An aval in words, made once for all equations that have it."""
+    """Format an aval; cached, since many equations share one."""
     return str(aval)
 
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
-    """A dtype in words, made once for all values that have it."""
+    """Format a dtype; cached, since many values share one."""
     return str(dtype)
 
 
@@ -77,7 +77,7 @@ def _describe(param: Any) -> str:
 
 
 def _describe_jaxpr(jaxpr: Any) -> str:
-    """A jaxpr by structure: equations' signatures, and which variable goes where."""
+    """Describe a jaxpr by structure: equations' signatures, and the variables that connect them."""
     names: dict[Any, int] = {}
     parts = []
     for v in (*compat.open_jaxpr(jaxpr).constvars, *compat.open_jaxpr(jaxpr).invars):
@@ -93,7 +93,7 @@ def _describe_jaxpr(jaxpr: Any) -> str:
 
 
 def identity(eqn: Any) -> tuple[Any, ...]:
-    """What two equations of one signature must agree on besides to do the same: functions, inner constants.
+    """Collect the functions and inner constants of an equation: equations equal in them and in signature are equal.
 
     Args:
         eqn: An equation.
@@ -119,14 +119,14 @@ def _is_function(x: Any) -> bool:
 
 
 def _is_wrapped(x: Any) -> bool:
-    """JAX's own wrapped function: a function, transformations, their parameters."""
+    """Tell whether this is JAX's own wrapped function: a function, transformations, their parameters."""
     return hasattr(x, "transforms") and hasattr(x, "f") and hasattr(x, "params")
 
 
 def _root(x: Any, above: tuple[int, ...]) -> Any:
-    """Equal for two functions that do the same: one piece of code, and equal things closed over.
+    """Make a key that is equal for functions of the same code that close over equal objects.
 
-    JAX wraps a rule anew at every use; in its own closures only functions and plain values are looked at.
+    JAX wraps a rule in new objects at every use; of its own closures only functions and plain values count.
     """
     if id(x) in above:
         return "itself"
@@ -141,9 +141,9 @@ def _root(x: Any, above: tuple[int, ...]) -> Any:
         parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
         return _root(parts, above)
     if isinstance(x, types.FunctionType):
-        held = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
+        refs = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
         is_jax = x.__module__.partition(".")[0] == "jax"
-        return x.__code__, *(_root(part, above) for part in held if not is_jax or _is_function(part) or _is_plain(part))
+        return x.__code__, *(_root(part, above) for part in refs if not is_jax or _is_function(part) or _is_plain(part))
     return (type(x), x) if _is_plain(x) or isinstance(x, jax.tree_util.PyTreeDef) else id(x)
 
 

@@ -1,9 +1,9 @@
-"""From a jaxpr to flat equations: calls inlined, dead equations dropped, reports moved last.
+"""Flatten a jaxpr: inline calls, drop dead code, move debug callbacks last.
 
-Calls that mean nothing but their body (`jit` without shardings of its own, `closed_call`) are inlined, each time with
-fresh variables; what carries a differentiation rule (`custom_jvp_call`, `custom_vjp_call`), loops, conditionals and the
-user's own `jax.checkpoint` regions stay whole. Equations whose results nobody reads and that have no effect are
-dropped; those that only report, such as `jax.debug.print`, come last.
+Plain calls (`jit` without shardings of its own, `closed_call`) are inlined, each time with fresh variables. Calls with
+a differentiation rule (`custom_jvp_call`, `custom_vjp_call`), loops, conditionals and the user's own `jax.checkpoint`
+regions stay whole. Equations without readers and effects are dropped; debug callbacks, such as `jax.debug.print`, come
+last.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def scope_of(stack: str) -> str:
 
 
 def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Drop equations whose results nobody reads and that have no effect."""
+    """Drop equations without readers and effects."""
     wanted = {a for a in outvars if compat.is_var(a)}
     kept = []
     for eqn in reversed(eqns):
@@ -115,9 +115,9 @@ def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 def reports_last(eqns: Sequence[Any]) -> list[Any]:
-    """Move what only reports, as `jax.debug.print` does, behind everything else: no region then reports twice.
+    """Move debug callbacks, such as `jax.debug.print`, to the end, so that no region prints twice.
 
-    JAX promises no order among such equations unless they are `ordered`; those stay in order with whatever else is.
+    JAX promises no order among such equations unless they are `ordered`; those stay in order with all ordered effects.
     """
     kept: list[Any] = []
     reports: list[Any] = []
@@ -138,14 +138,14 @@ def may_report_again(eqn: Any) -> bool:
 
 
 def _only_reports(eqn: Any) -> bool:
-    """Whether all that an equation does is to report what it reads, as `jax.debug.print` and `jax.debug.callback` do.
+    """Tell whether an equation is a debug callback, as of `jax.debug.print` and `jax.debug.callback`.
 
-    The effects' classes are private; a version that calls them something else leaves such equations where they are.
+    The effects' classes are private; in a version with other names such equations stay in place.
     """
     names = {type(effect).__name__ for effect in eqn.effects}
     return not eqn.outvars and bool(names) and names <= {"DebugEffect", "OrderedDebugEffect"}
 
 
 def _is_ordered(eqn: Any) -> bool:
-    """Whether an equation's effects keep their order with others'."""
+    """Tell whether an equation has ordered effects."""
     return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)

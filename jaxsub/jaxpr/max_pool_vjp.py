@@ -1,13 +1,12 @@
-"""Max-pooling whose gradient needs no scatter.
+"""Differentiate max-pooling without a scatter.
 
-The gradient of JAX's max-pooling is a select-and-scatter. The compilers for the CPU and the GPU expand it into sorts of
-arrays of indices as large as the input, which wait for nothing: they are made when the program starts and stand until
-they are used, whatever is executed again. In a plan, max-pooling is differentiated otherwise. A window's tangent is
-that of its first largest element, which is found by comparing the result with one strided slice of the input for each
-place in the window; transposed, that is products and sums, which are fused with their neighbours. Values and gradients
-are the same, ties included: the first of equals gets all of the gradient. Where windows overlap, only the order in
-which their gradients are added may differ. A window that holds a NaN gives its gradient to another of its elements than
-JAX's does.
+The gradient of JAX's max-pooling is a select-and-scatter. XLA's CPU and GPU compilers expand it into sorts of index
+arrays as large as the input. These have no operands, so they are hoisted to the start of the program and are live until
+they are used, whatever is recomputed. In a plan, max-pooling has another rule. A window's tangent is that of its first
+largest element, which is found by comparing the result with one strided slice of the input for each position in the
+window; transposed, that is products and sums, which XLA fuses with their neighbours. Values and gradients are the same,
+ties included: the first of equals gets all of the gradient. Where windows overlap, the order in which their gradients
+are added may differ. In a window with a NaN, another element gets the gradient than in JAX.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from jax import lax
 from jaxsub.jaxpr import compat
 
 MOST_PLACES = 25
-"""In windows of more elements slices would be many; they keep JAX's gradient."""
+"""Larger windows would need many slices; they keep JAX's gradient."""
 
 
 def without_scatter(eqns: Sequence[Any]) -> list[Any]:
-    """Equations with max-pooling replaced by one that is differentiated by slices; the others as they are.
+    """Replace max-pooling by an equation that is differentiated by slices; other equations stay as they are.
 
     Example:
         >>> from functools import partial
@@ -56,7 +55,7 @@ def _is_max_pooling(eqn: Any) -> bool:
 
 
 def _replaced(eqn: Any) -> Any:
-    """The equation of a function that is derived by slices, in the place of a max-pooling."""
+    """Make the equation that replaces a max-pooling and is differentiated by slices."""
 
     def pool(x: Any) -> Any:
         return eqn.primitive.bind(x, **eqn.params)
@@ -77,7 +76,7 @@ def _replaced(eqn: Any) -> Any:
 
 
 def _slices(eqn: Any, x: Any, outside: float, shape: Sequence[int]) -> Iterator[Any]:
-    """For each place in the window what stands there in every window."""
+    """Yield, for each position in the window, the elements at that position in every window."""
     dims, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
     padded = lax.pad(x, jnp.array(outside, x.dtype), [(low, high, 0) for low, high in eqn.params["padding"]])
     for offset in product(*map(range, dims)):

@@ -1,12 +1,12 @@
-"""The order of a program's equations: digests that do not depend on it, and the order that a plan was made for.
+"""Match a program to a plan that was made for another order of its equations.
 
-A library that goes through a `set` traces one model in another order in every process (Python salts the hashes of
-strings). Such programs compute the same, and a plan, which names equations by their place, is right for one of them. A
-digest of an equation here holds the equation and, in place of where its operands stand, their digests: it is the same
-in any order. So is `unordered_fingerprint`, by which plans are looked up; `ordered_as` then puts the equations into the
-order of the plan that was found. Equations with effects keep their order among each other.
+A library that iterates over a `set` traces one model in a different order in every process (Python salts the hashes of
+strings). Such programs are equal, but a plan, which names equations by index, belongs to one of them. The digest of an
+equation here contains the digests of its operands instead of their indices: it is the same in any order. So is
+`unordered_fingerprint`, by which plans are looked up; `ordered_as` then puts the equations into the order of the plan.
+Equations with effects keep their order among each other.
 
-What is not undone: another order of the arrays that a function closes over, or of equations in the body of a loop.
+It does not undo another order of the arrays that a function closes over, or of equations in the body of a loop.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 
 ABOVE = 4
-"""Digits of an equation that do not tell what depends on it: those by which the first that differs is found."""
+"""Digits of an equation that do not depend on its readers: they find the first equation that differs."""
 
 _NUMBER = re.compile(r"%\w+(:\d+)?(#\d+)?|(?<=\w)_\d+\b")
-"""Names of results, and numbers of functions, in what JAX lowers to."""
+"""Names of results, and numbers of functions, in JAX's lowered text."""
 
 
 def digests_of(program: Program) -> list[tuple[bytes, bytes]]:
-    """For each equation a digest of it and of all that it depends on, and one that adds all that depends on it.
+    """Digest each equation with all that it depends on, and a second time with all that depends on it.
 
-    By the second, two equations that are the same but for who reads them differ: a plan knows which of them it means.
+    The second digest tells apart equal equations with different readers, so that a plan names one of them.
     """
     known: dict[Any, bytes] = {v: b"input %d" % i for i, v in enumerate(program.invars)}
     made, n_effects = [], 0
@@ -60,7 +60,7 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def unordered_fingerprint(program: Program) -> str:
-    """A fingerprint of a program that does not depend on the order of its equations.
+    """Make a fingerprint that does not depend on the order of equations.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,12 +79,12 @@ def unordered_fingerprint(program: Program) -> str:
 
 
 def equation_digests(program: Program) -> str:
-    """`DIGITS` hexadecimal digits for each equation: first `ABOVE` of what it is and depends on, then of all of it."""
+    """Make `DIGITS` hexadecimal digits for each equation: `ABOVE` of its first digest, the rest of its second."""
     return "".join(above.hex()[:ABOVE] + whole.hex()[: DIGITS - ABOVE] for above, whole in digests_of(program))
 
 
 def ordered_as(program: Program, plan: Plan) -> Program:
-    """The program with its equations in the order that a plan was made for; itself where there is no such order."""
+    """Put a program's equations into the order that a plan was made for; return it unchanged if there is none."""
     if plan.fingerprint == program.fingerprint or len(plan.equations) != DIGITS * len(program.eqns):
         return program
     places: dict[str, list[int]] = defaultdict(list)
@@ -103,7 +103,7 @@ def ordered_as(program: Program, plan: Plan) -> Program:
 
 
 def unordered_digest(text: str) -> str:
-    r"""A digest of a lowered program by its lines, without the numbers that say in which order they stand.
+    r"""Digest the lines of a lowered program, without their order and without numbers that depend on it.
 
     Example:
         >>> unordered_digest("%0 = sine %a\n%1 = cosine %a") == unordered_digest("%0 = cosine %a\n%1 = sine %a")
@@ -114,7 +114,7 @@ def unordered_digest(text: str) -> str:
 
 
 def first_difference(program: Program, digests: str) -> str:
-    """Say which equation of a program is the first to differ from what `equation_digests` noted; empty if none were."""
+    """Say which equation of a program is the first that differs from `digests`; empty if there are none."""
     if not digests:
         return ""
     there, here, nodes = _split(digests), _split(equation_digests(program)), program.graph.nodes

@@ -1,8 +1,8 @@
-"""Elementwise functions whose derivative is known from their result: what a region saves of them is the result.
+"""Save the results of elementwise functions whose derivative needs only their result.
 
-JAX's rule for tanh reads the tanh that it makes itself, before anyone can name it. A policy that saves names then saves
-a copy that no derivative reads, and the backward pass executes the tanh again, and the product in front of it. Here the
-result is tagged first, and JAX's own rule, read off once, is fed with what is tagged: the same numbers, to the bit.
+JAX's rule for tanh reads the tanh that it makes itself, before `checkpoint_name` can name it. A policy that saves names
+then saves a copy that no derivative reads, and the backward pass recomputes the tanh and the product in front of it.
+Here the result is named first, and JAX's own rule, traced once, reads the named value: the same numbers, to the bit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jaxsub.jaxpr import compat
 
 CANDIDATES = frozenset("tanh logistic exp exp2 expm1 sqrt cbrt tan".split())
-"""Primitives whose rule may read the result alone; which do differs between versions of JAX."""
+"""Primitives whose rule may read the result alone; it differs between versions of JAX."""
 
 
 def is_known_by_result(eqn: Any) -> bool:
-    """Whether an equation is such a function, of real numbers.
+    """Tell whether an equation is such a function, of real numbers.
 
-    With `jax_remat3` none is: it sees no names inside of derivative rules.
+    With `jax_remat3` none is: it ignores names inside derivative rules.
 
     Example:
         >>> tanh, sin = (jax.make_jaxpr(f)(1.0).eqns[0] for f in (jnp.tanh, jnp.sin))
@@ -36,12 +36,12 @@ def is_known_by_result(eqn: Any) -> bool:
 
 
 def tagged(eqn: Any, x: Any, tag: Callable[[Any, int], Any], offset: int) -> Any:
-    """Evaluate such an equation so that its derivative reads its result as tagged.
+    """Evaluate such an equation so that its derivative reads the tagged result.
 
     Args:
         eqn: The equation.
         x: Its argument.
-        tag: Called with its result and the offset, puts a name or a mark to it.
+        tag: Called with the result and the offset, returns it named or marked.
         offset: The offset.
 
     Example:
@@ -66,7 +66,7 @@ def tagged(eqn: Any, x: Any, tag: Callable[[Any, int], Any], offset: int) -> Any
 
 
 def _rule_of(eqn: Any) -> Any:
-    """The tangent of the result as a jaxpr of the result and the argument's tangent; `None` where it needs more."""
+    """Trace the result's tangent from the result and the argument's tangent; `None` where it needs more."""
     return _rule(eqn.primitive, compat.shape_of(eqn.invars[0].aval), tuple(sorted(eqn.params.items())))
 
 

@@ -1,18 +1,18 @@
-"""Where arguments lie on a mesh, so that plans count the bytes of one device.
+"""Find the shardings of arguments, so that plans count the bytes of one device.
 
-A program whose arguments are spread over a mesh is compiled with their shardings (`jaxsub.search.verify`), and the
-compiler then says what each device allocates: that is what a budget means. They are known where arrays or
-`jax.ShapeDtypeStruct`s carry them, in types (a mesh with explicit axes tells a trace where values lie), or where the
-user says so (`in_shardings=`): with automatic axes a value inside `jax.jit` does not know where it will lie.
+A program whose arguments are sharded over a mesh is compiled with their shardings (`jaxsub.search.verify`), and the
+compiler reports the memory of each device: a budget means these bytes. Shardings come from arrays and
+`jax.ShapeDtypeStruct`s, from types (on a mesh with explicit axes), or from the user (`in_shardings=`): with automatic
+axes a value inside `jax.jit` has no known sharding.
 
-Stages are priced whole, on one device. What one byte of them is on each device is learnt from one figure, the plain
-gradient's bytes compiled over the mesh against those predicted; what that gets wrong the compiler's word on the plans
-puts right. Without a compile the split of the data, which activations follow, is taken for it, and weights that are
-split as the data is are counted whole where they are read: there each device gathers them.
+Stages are priced whole, as on one device. The share that each device holds is measured as a ratio, the plain gradient's
+bytes compiled over the mesh against the predicted bytes; compiles of plans correct its errors. Without a compile the
+share is that of the data, whose sharding activations follow; weights that are sharded along the data's axes count whole
+where they are read, since each device gathers them there.
 
-On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so that all find the
-same plan; where their compilers might differ, let one plan and send its `Plan.to_json()` to the others, by
-`jax.experimental.multihost_utils.broadcast_one_to_all` or a file, to be used as `sublinear(loss, plan=...)`.
+On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so all find the same
+plan. Where their compilers might differ, plan on one and send its `Plan.to_json()` to the others, by
+`jax.experimental.multihost_utils.broadcast_one_to_all` or a file, for `sublinear(loss, plan=...)`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph
 
 Shardings = tuple[NamedSharding, ...]
-"""One for each flat input of a program; empty where all lies on one device."""
+"""One for each flat input of a program; empty for a program on one device."""
 
 
 def sharding_of(leaf: Any) -> NamedSharding | None:
-    """Where a value lies, if it is spread over several devices and that is known.
+    """Find a value's sharding over several devices; `None` if there is none or it is unknown.
 
     Args:
         leaf: An array, a tracer, a `jax.ShapeDtypeStruct` or a Python number.
 
     Example:
         >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> spread = NamedSharding(mesh, PartitionSpec("data"))
-        >>> sharding_of(jax.ShapeDtypeStruct((64,), "float32", sharding=spread)).spec == PartitionSpec("data")
+        >>> split = NamedSharding(mesh, PartitionSpec("data"))
+        >>> sharding_of(jax.ShapeDtypeStruct((64,), "float32", sharding=split)).spec == PartitionSpec("data")
         True
         >>> sharding_of(3.0) is None
         True
@@ -54,37 +54,37 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
     if not isinstance(found, NamedSharding) or found.mesh.size == 1:
         return None
     mesh = found.mesh.abstract_mesh
-    if not _is_explicit(mesh):  # without the kind of its devices: one may plan for others
+    if not _is_explicit(mesh):  # without the kind of its devices: the plan may be for others
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
     return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 
 
 def spread_over(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
-    """Where all inputs of a program lie; those of which nothing is known lie whole on every device.
+    """Find the shardings of all inputs of a program; unknown ones count as replicated.
 
     Args:
         leaves: The inputs.
-        given: What the user says of them, in the same order, `None` where nothing; empty if nothing is said.
+        given: The user's shardings for them, in the same order, `None` for none; empty if there are none at all.
 
     Raises:
-        UnsupportedError: If they are spread over several meshes.
+        UnsupportedError: If they are sharded over several meshes.
     """
-    told = [sharding_of(s) if s is not None else None for s in map(_Told, given)] if given else [None] * len(leaves)
-    found = [t or sharding_of(leaf) for t, leaf in zip(told, leaves, strict=True)]
+    named = [sharding_of(s) if s is not None else None for s in map(_Given, given)] if given else [None] * len(leaves)
+    found = [n or sharding_of(leaf) for n, leaf in zip(named, leaves, strict=True)]
     meshes = dict.fromkeys(s.mesh for s in found if s is not None)
     if len(meshes) > 1:
         raise UnsupportedError(
-            f"The arguments are spread over {len(meshes)} meshes: {'; '.join(map(str, meshes))}. Put them on one."
+            f"The arguments are sharded over {len(meshes)} meshes: {'; '.join(map(str, meshes))}. Put them on one."
         )
     return tuple(s or NamedSharding(mesh, PartitionSpec()) for mesh in meshes for s in found)
 
 
 def told(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[Any]:
-    """What the user says of every input of a program: nothing of constants and keyword arguments.
+    """List the user's sharding for every input of a program: none for constants and keyword arguments.
 
     Args:
-        in_shardings: A sharding, or a tuple with one for each positional argument; trees of them, or `None`, stand for
-            the trees of the arguments, as for `jax.jit`.
+        in_shardings: A sharding, or a tuple with one for each positional argument; each may be a tree prefix of its
+            argument, or `None`, as for `jax.jit`.
         args: The positional arguments that are arrays.
         n_consts: How many constants come first.
         n_keywords: How many leaves the keyword arguments have.
@@ -96,7 +96,7 @@ def told(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[A
 
 
 def placed(avals: Sequence[Any], shardings: Shardings) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes, and where they lie."""
+    """Make shapes with dtypes and shardings."""
     where = shardings or (None,) * len(avals)
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, where, strict=True)]
 
@@ -112,7 +112,7 @@ def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
 
 
 def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> float:
-    """The share of the data that one device holds: activations are taken to follow the largest undifferentiated input.
+    """Compute the share of the data that one device holds, by the sharding of the largest input that is no weight.
 
     Example:
         >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -129,18 +129,18 @@ def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Seque
 
 
 def gathered_bytes(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> tuple[int, ...]:
-    """What a device allocates of each input where it is read: all that devices with other parts of the data hold of it.
+    """Compute the bytes of each weight that a device gathers from others where the weight is read.
 
-    An input that is split along the axes that the data is split along is gathered before a product can read it; other
-    axes split the product. This is how fully sharded data parallelism lays out weights.
+    A weight that is sharded along the data's axes, as in fully sharded data parallelism, is gathered before a product
+    can read it; other axes shard the product.
 
     Args:
         avals: Shapes and dtypes of a program's inputs.
-        shardings: Where they lie.
+        shardings: Their shardings.
         differentiated: Which of them are weights.
 
     Returns:
-        Bytes for each input; 0 where it is read as it lies. Empty where nothing is gathered.
+        Bytes for each input; 0 where nothing is gathered. Empty if nothing is gathered at all.
 
     Example:
         >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -175,10 +175,10 @@ def _names(dim: Any) -> tuple[str, ...]:
 
 
 def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int]) -> Chain:
-    """A chain whose stages gather weights: what a stage keeps holds them, a region's passes hold them and a gradient.
+    """Add gathered weights to a chain: to kept bytes once, to a region's passes with their gradients.
 
     Args:
-        chain: What everything costs on one device, but for these.
+        chain: The costs on one device without them.
         graph: The program.
         gathered: Bytes of each input, from `gathered_bytes`.
 
@@ -204,7 +204,7 @@ def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int]) -> Chain:
 
 
 def scaled(chain: Chain, share: float) -> Chain:
-    """A chain whose every byte is the share of it that one device holds.
+    """Scale all bytes of a chain by the share that one device holds.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Stage
@@ -226,8 +226,8 @@ def _is_explicit(mesh: Any) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-class _Told:
-    """A sharding that stands for its argument."""
+class _Given:
+    """An object that has only a sharding."""
 
     def __init__(self, sharding: Any):
         self.sharding = sharding

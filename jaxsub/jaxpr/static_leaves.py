@@ -1,11 +1,11 @@
-"""Leaves of arguments that are no arrays, functions and what Equinox's modules hold; and modules that change in place.
+"""Find static leaves of arguments, and refuse lost changes to modules of Flax NNX.
 
-A function among the leaves, an activation perhaps, cannot be traced and need not be: it is part of what the arguments
-are, like their tree. In an Equinox module so is every leaf that is no array, a dropout rate or a flag, as
-`equinox.filter_jit` has it. Elsewhere Python's numbers are arguments, as for `jax.jit`.
+A function among the leaves, such as an activation, cannot be traced: it is static, like the structure of the tree. In
+an Equinox module every leaf but arrays is static, such as a dropout rate or a flag, as for `equinox.filter_jit`.
+Elsewhere Python's numbers are arguments, as for `jax.jit`.
 
-Modules of Flax NNX are pytrees too, but change when they are called: statistics, counters of random streams. What a
-traced function changes in them would be lost, as it is under `jax.jit`, and the next step would not be the same.
+Modules of Flax NNX are pytrees too, but calls change them: statistics, counters of random streams. Changes inside a
+traced function would be lost, as under `jax.jit`, and the next step would be wrong.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jax
 from jaxsub.core.errors import UnsupportedError
 
 Fixed = tuple[tuple[int, type, Any], ...]
-"""Leaves that are left as they are: position, type and value; hashable if the values are."""
+"""Static leaves: position, type and value; hashable if the values are."""
 
 
 @jax.tree_util.register_static
 class Static:
-    """What is no array, as a node of a tree: it has no leaves and is part of the tree; `1` and `True` are two.
+    """Wrap a static value as a node of a tree without leaves, part of the structure; `1` and `True` differ.
 
     Example:
         >>> jax.tree.leaves([Static("relu"), 2.0]), Static(1) == Static(True)
@@ -46,7 +46,7 @@ class Static:
 
 
 def fixed_leaves(tree: Any) -> Fixed:
-    """Find the leaves that are left as they are.
+    """Find the static leaves.
 
     Example:
         >>> [place for place, _, _ in fixed_leaves({"activation": max, "rate": 0.5})]
@@ -66,14 +66,14 @@ def fixed_leaves(tree: Any) -> Fixed:
 
 
 def without(tree: Any, fixed: Fixed) -> Any:
-    """The tree with nothing in the place of fixed leaves."""
+    """Replace static leaves by `None`."""
     leaves, structure = jax.tree.flatten(tree)
     places = {i for i, _, _ in fixed}
     return jax.tree.unflatten(structure, [None if i in places else leaf for i, leaf in enumerate(leaves)])
 
 
 def put_back(structure: Any, leaves: Sequence[Any], fixed: Fixed) -> Any:
-    """The tree of `structure` with the fixed leaves among the others."""
+    """Build the tree of `structure` from the static leaves and the others."""
     values = {i: value for i, _, value in fixed}
     rest = iter(leaves)
     merged = [values[i] if i in values else next(rest) for i in range(structure.num_leaves)]
@@ -81,7 +81,7 @@ def put_back(structure: Any, leaves: Sequence[Any], fixed: Fixed) -> Any:
 
 
 def of_the_others(fun: Callable[..., Any], structure: Any, fixed: Fixed) -> Callable[..., Any]:
-    """A function of `(args, kwargs)` of a structure as one that is given them without the fixed leaves."""
+    """Turn a function of `(args, kwargs)` of a structure into one that takes them without the static leaves."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = put_back(structure, jax.tree.leaves((list(args), kwargs)), fixed)
@@ -91,20 +91,21 @@ def of_the_others(fun: Callable[..., Any], structure: Any, fixed: Fixed) -> Call
 
 
 def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, which refuses to change modules of Flax NNX in place without returning what it changed.
+    """Make a function refuse to change modules of Flax NNX in place without returning the changes.
 
     Args:
         fun: The function.
-        name: What it is handed to, such as `"sublinear"`: that of `jaxsub.flax.nnx` keeps the changes.
+        name: The function of ours that it is passed to, such as `"sublinear"`: `jaxsub.flax.nnx` has one of that name
+            that keeps changes.
 
     Raises:
-        UnsupportedError: At the call; it says where the change can be kept.
+        UnsupportedError: At the call; it says how to keep the changes.
     """
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = {place: id(leaf) for place, _, leaf in _in_modules((args, kwargs))}
-        held = jax.tree.leaves((args, kwargs)) if before else []  # so that no id is given twice
+        alive = jax.tree.leaves((args, kwargs)) if before else []  # so that no id is reused
         out = fun(*args, **kwargs)
         if not before:
             return out
@@ -113,12 +114,12 @@ def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
             (called, leaf) for place, called, leaf in _in_modules((args, kwargs)) if before.get(place) != id(leaf)
         ]
         changed = [called for called, leaf in others if id(leaf) not in returned]
-        del held
+        del alive
         if changed:
             raise UnsupportedError(
-                f"The function changes {len(changed)} variables of its modules, `{changed[0]}` among them, and what it "
-                f"makes of them would be lost. Hand it to jaxsub.flax.nnx.{name} instead of jaxsub.{name}: that writes "
-                "them back once. Or return nnx.state(module) too."
+                f"The function changes {len(changed)} variables of its modules, such as `{changed[0]}`, and the "
+                f"changes would be lost. Pass it to jaxsub.flax.nnx.{name} instead of jaxsub.{name}, which writes them "
+                "back once, or return nnx.state(module) too."
             )
         return out
 
@@ -126,7 +127,7 @@ def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _in_modules(tree: Any) -> list[tuple[str, str, Any]]:
-    """All that modules of Flax NNX hold: its place in the tree, its name in its module, its leaf."""
+    """List the leaves of modules of Flax NNX: path in the tree, name in the module, leaf."""
     module = getattr(sys.modules.get("flax.nnx"), "Module", ())
     found = []
     for at, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, module)):

@@ -1,12 +1,11 @@
-"""Which values' tangents reach a result, looked for inside loops and conditionals too.
+"""Find the values whose tangents reach a result, through loops and conditionals too.
 
-A `while` has no backward pass, so in a loss every tangent that comes into one ends there. A region, however, hands JAX
-all of its inputs with their tangents, and for one that ends in a `while` its backward pass returns no cotangent, not
-even zeros. JAX before 0.11 cannot take that for what a scan stacks: its transpose of the scan stops with `Expected
-cotangent type float32[] but got float32[4]`. So regions are given no tangents that end in them; from 0.11 on that
-changes nothing.
+A `while` has no backward pass, so in a loss every tangent that enters one ends there. A region, however, passes all of
+its inputs with their tangents to JAX, and its backward pass returns no cotangent, not even zeros, for an input whose
+tangent ends in a `while`. Before JAX 0.11 a scan cannot stack that: its transpose stops with `Expected cotangent type
+float32[] but got float32[4]`. So regions get no tangents that end in them; from 0.11 on that changes nothing.
 
-Where this does not look inside, as in rules of the user's own, every result has the tangents of every input.
+Through opaque equations, such as the user's own rules, every result has the tangents of every input.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 
 def holds_while(eqn: Any) -> bool:
-    """Whether an equation is a loop of unknown length, or holds one."""
+    """Tell whether an equation is a loop of unknown length, or contains one."""
     return eqn.primitive.name == "while" or any(holds_while(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
@@ -34,7 +33,7 @@ def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
         results: Variables or literals that they make.
 
     Returns:
-        The floating-point results, and whatever a tangent of theirs comes from.
+        The floating-point results, and all variables that their tangents come from.
 
     Example:
         >>> import jax
@@ -54,12 +53,12 @@ def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
 
 
 def has_tangent(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a variable that can have a tangent: a floating-point or complex one."""
+    """Tell whether an atom of a jaxpr is a variable that can have a tangent: a floating-point or complex one."""
     return compat.is_var(atom) and jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact)
 
 
 def _through(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
-    """For each input of an equation, whether its tangent may reach one of the wanted results."""
+    """Tell for each input of an equation whether its tangent may reach one of the wanted results."""
     primitive, params = compat.unwrapped(eqn)
     if primitive.name in ZERO_TANGENT:
         return [False] * len(eqn.invars)
@@ -83,7 +82,7 @@ def _inside(body: Any, wanted: Sequence[bool]) -> list[bool]:
 
 
 def _looped(body: Any, n_consts: int, n_carry: int, wanted: Sequence[bool]) -> list[bool]:
-    """The same through a loop's body: what a step is given may reach the result of a later one."""
+    """Do the same through a loop's body, where an input of a step may reach the result of a later one."""
     carry, rest = list(wanted[:n_carry]), list(wanted[n_carry:])
     while True:
         found = _inside(body, carry + rest)

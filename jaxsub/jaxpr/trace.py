@@ -1,7 +1,7 @@
-"""From a function and its arguments to a `Program`: a flat jaxpr, its trees, names and lines, and its `Graph`.
+"""Trace a function to a `Program`: a flat jaxpr, its trees, names and source lines, and its `Graph`.
 
-Tracing is JAX's own (`jax.make_jaxpr`); `inline` makes its jaxpr flat. Constants become inputs, so that what the
-function closes over, a tracer perhaps, is differentiated and counted like an argument.
+Tracing is JAX's own (`jax.make_jaxpr`); `inline` flattens the jaxpr. Constants become inputs, so that closed-over
+values, also tracers, are differentiated and counted like arguments.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_b
 """Primitives with float outputs through which no gradient flows."""
 
 WIDE = frozenset("float64 complex128 int64 uint64".split())
-"""Dtypes that there are only while JAX's x64 is on."""
+"""Dtypes that exist only while JAX's x64 is on."""
 
 ONCE = frozenset("io_callback outside_call".split())
-"""Primitives whose effect must not happen twice; what reads or writes a reference is not executed twice either."""
+"""Primitives whose effect must happen once; equations that read or write a reference are not recomputed either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,12 +50,12 @@ class Program:
             tracers that the function closes over: a gradient may be taken of them too.
         loss: Position in `outvars` of a scalar floating-point loss, or `None` where the result has no such form.
         out_tree: Tree of the result.
-        signatures: For each equation a digest of all that makes it what it is but its place.
+        signatures: For each equation a digest of everything but its position.
         graph: The same program by index.
         traced: The jaxpr it comes from, for its debug information.
-        shardings: Where each input lies; empty where all lies on one device.
-        platform: What it is compiled for, such as `cuda`; empty where nobody has said.
-        is_of_spread: Whether it is a part, such as the body of a loop, of a program whose inputs are spread.
+        shardings: The sharding of each input; empty for a program on one device.
+        platform: The platform to compile for, such as `cuda`; empty if not known yet.
+        is_of_spread: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
     """
 
     eqns: tuple[Any, ...]
@@ -74,7 +74,7 @@ class Program:
 
     @property
     def is_spread(self) -> bool:
-        """Whether several devices hold a part each of its values."""
+        """Whether its values are sharded over several devices."""
         return bool(self.shardings) or self.is_of_spread
 
     @property
@@ -83,25 +83,25 @@ class Program:
         return self.graph.fingerprint
 
     def avals(self) -> tuple[Any, ...]:
-        """Shapes and dtypes of all inputs, constants first."""
+        """List shapes and dtypes of all inputs, constants first."""
         return tuple(v.aval for v in self.invars)
 
     def with_eqns(self, eqns: Sequence[Any]) -> Program:
-        """The program with other equations, or its own in another order, that make the same outputs of its inputs."""
+        """Replace the equations by others, or by its own in another order, that make the same outputs."""
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
         made = program_of(list(eqns), list(self.invars), list(self.outvars), list(self.consts),
                           set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
         return replace(made, shardings=self.shardings, platform=self.platform, is_of_spread=self.is_of_spread)
 
     def part(self, inner: Program) -> Program:
-        """A program inside this one, such as the body of a loop, compiled for the same devices."""
+        """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
         return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
 
 
 def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
-    """A context to trace parts of a program in: its 64-bit values stay such, also where JAX's x64 is off.
+    """Make a context to trace parts of a program in, where 64-bit values keep their dtype even if JAX's x64 is off.
 
-    An array that was made while x64 was on keeps its 64 bits; a shape that says 64 is narrowed.
+    An array that was made while x64 was on keeps its 64 bits, but a 64-bit `ShapeDtypeStruct` is narrowed.
     """
     values = program.graph.values
     is_wide = any(dtype in WIDE for dtype in {v.dtype for v in values}) and "64" not in str(jnp.result_type(float))
@@ -109,7 +109,7 @@ def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
-    """Have work on a program, its first argument or an attribute of that, done in a context `as_wide_as` it."""
+    """Wrap a function of a program, its first argument or an attribute of that, in the context `as_wide_as` it."""
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -126,18 +126,18 @@ def trace(
     """Trace a function.
 
     Args:
-        fun: The function, its static arguments bound already.
+        fun: The function, with its static arguments bound.
         args: Positional arguments: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
         kwargs: Keyword arguments, likewise.
-        argnums: The positional arguments that its gradient will be taken of. `None`: the first with floating-point
-            leaves, else all keyword arguments; where those have none either, nothing but what it closes over.
+        argnums: The positional arguments to differentiate. `None`: the first with floating-point leaves, else all
+            keyword arguments, else only closed-over values.
 
     Returns:
         The program; `differentiated` is empty where `argnums` is `None` and there is nothing to differentiate.
 
     Raises:
-        UnsupportedError: If `argnums` names nothing that can be differentiated, an argument is no array, or cuDNN's
-            version is asked for and cuDNN is not installed.
+        UnsupportedError: If `argnums` names nothing that can be differentiated, an argument is not an array, or
+            tracing needs cuDNN's version and cuDNN is not installed.
 
     Example:
         >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
@@ -169,14 +169,14 @@ def trace(
 
 @contextlib.contextmanager
 def _saying_what_cudnn_needs() -> Iterator[None]:
-    """Say which package is missing where JAX asks for cuDNN's version, as its attention does when it is traced."""
+    """Name the missing package where JAX needs cuDNN's version, as tracing its attention does."""
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("cuDNN"):  # "cuDNN not found." and "cuDNN is not detected."
             raise
         raise UnsupportedError(
-            f'{error} JAX asks for its version when implementation="cudnn" is traced; no GPU is needed for that. Run '
+            f'{error} JAX needs its version to trace implementation="cudnn"; no GPU is needed for that. Run '
             'pip install "jaxsub[targets-cudnn]", or pass implementation="xla".'
         ) from error
 
@@ -193,23 +193,23 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
 
 
 def check_differentiated(program: Program, positions: Iterable[int] | None = None) -> None:
-    """Refuse a program of which no gradient can be taken.
+    """Refuse a program that has nothing to differentiate.
 
     Args:
         program: The program.
-        positions: The inputs that were meant to be differentiated; `None` for all arguments.
+        positions: The inputs to differentiate; `None` for all arguments.
 
     Raises:
-        UnsupportedError: If there is none among them of a floating-point dtype.
+        UnsupportedError: If none of them has a floating-point dtype.
     """
     if program.differentiated:
         return
-    asked = range(len(program.consts), len(program.invars)) if positions is None else positions
-    of_whom = "no argument has" if positions is None else "the differentiated argument has no"
-    found = sorted({str(program.invars[i].aval.dtype) for i in asked})
+    chosen = range(len(program.consts), len(program.invars)) if positions is None else positions
+    subject = "no argument has" if positions is None else "the differentiated argument has no"
+    found = sorted({str(program.invars[i].aval.dtype) for i in chosen})
     raise UnsupportedError(
-        f"Nothing to differentiate: {of_whom} floating-point leaves (found {', '.join(found) or 'no arrays at all'}). "
-        "Pass argnums= to name the arguments that the gradient is taken of, as to jax.grad."
+        f"Nothing to differentiate: {subject} floating-point leaves (found {', '.join(found) or 'no arrays at all'}). "
+        "Pass argnums= to name the arguments to differentiate, as for jax.grad."
     )
 
 
@@ -224,12 +224,12 @@ def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
             symbols.append(f"{_path_name(path)} has the dimension {symbolic[0]}")
     if faults:
         raise UnsupportedError(
-            f"Arguments must be arrays: {', '.join(faults)}. Pass static_argnums= or static_argnames= for what is "
-            "no array, or register its type as a pytree."
+            f"Arguments must be arrays: {', '.join(faults)}. Name static arguments in static_argnums= or "
+            "static_argnames=, or register their types as pytrees."
         )
     if symbols:
         raise UnsupportedError(
-            f"A plan is one of known sizes: {', '.join(symbols)}. With jax.export, export the function once for each "
+            f"A plan needs known sizes: {', '.join(symbols)}. With jax.export, export the function once for each "
             "size, at shapes without symbols; or export the plain function, which needs no plan."
         )
 
@@ -239,7 +239,7 @@ def _is_floating(aval: Any) -> bool:
 
 
 def _first_floating(args: Sequence[Any]) -> tuple[int, ...]:
-    """The first positional argument with floating-point leaves; none where there is no such argument."""
+    """Find the first positional argument with floating-point leaves; empty if there is none."""
     for i, arg in enumerate(args):
         if any(jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(arg)):
             return (i,)
@@ -247,7 +247,7 @@ def _first_floating(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_leaves: int) -> set[int]:
-    """Where the leaves of the named positional arguments stand; those of all keyword arguments where none is named."""
+    """Find the positions of the leaves of the named positional arguments, or of all keyword arguments if none is."""
     wanted = [argnums] if isinstance(argnums, int) else list(argnums)
     if not args or not wanted:
         return set(range(sum(len(jax.tree.leaves(arg)) for arg in args), n_leaves))
@@ -267,7 +267,7 @@ def _argument_positions(args: Sequence[Any], argnums: int | Sequence[int], n_lea
 
 
 def loss_position(out_tree: Any, out_leaves: Sequence[Any]) -> int | None:
-    """Where the loss is: the result itself, or the first of a pair (loss, aux), when it is a floating-point scalar."""
+    """Find the loss: the result itself, or the first of a pair (loss, aux), if it is a floating-point scalar."""
     is_leaf = jax.tree_util.treedef_is_leaf(out_tree)
     is_pair = not is_leaf and out_tree.node_data() is not None and out_tree.node_data()[0] is tuple
     first_is_leaf = is_pair and out_tree.num_nodes > 1 and jax.tree_util.treedef_is_leaf(out_tree.children()[0])
@@ -278,7 +278,7 @@ def loss_position(out_tree: Any, out_leaves: Sequence[Any]) -> int | None:
 
 
 def _path_name(path: Any) -> str:
-    """An argument's path without the leading (args, kwargs) pair: `arg0['w']`."""
+    """Format an argument's path without the leading (args, kwargs) pair: `arg0['w']`."""
     rest = jax.tree_util.keystr(path[2:])
     first = getattr(path[1], "idx", getattr(path[1], "key", "")) if len(path) > 1 else ""
     return (f"arg{first}" if isinstance(first, int) else str(first)) + rest
@@ -330,7 +330,7 @@ def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node
 
 
 def _runs_once(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, has an effect that must not happen twice."""
+    """Tell whether an equation, or one inside it, has an effect that must happen once."""
     return eqn.primitive.name in ONCE or any(_runs_once(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
@@ -340,7 +340,7 @@ def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None
 
 
 def _active(nodes: Sequence[Node], avals: Sequence[Any], differentiated: Sequence[int], losses: set[int]) -> list[bool]:
-    """Which values a gradient flows through: reached from a differentiated input, and reaching the loss."""
+    """Tell which values a gradient flows through: reached from a differentiated input, and reaching the loss."""
     forward = [False] * len(avals)
     for i in differentiated:
         forward[i] = True
@@ -357,13 +357,13 @@ def _active(nodes: Sequence[Node], avals: Sequence[Any], differentiated: Sequenc
 
 
 def _shaped(aval: Any) -> Any:
-    """An aval with a shape and dtype: a reference's contents, an empty array for a token."""
+    """Make an aval with a shape and dtype: a reference's contents, an empty array for a token."""
     inner = getattr(aval, "inner_aval", aval)
     return inner if hasattr(inner, "shape") and hasattr(inner, "dtype") else jax.ShapeDtypeStruct((0,), jnp.bool_)
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of one array of this shape and dtype; typed PRNG keys count as the words they are made of.
+    """Count the bytes of an array of this shape and dtype; typed PRNG keys count as their words.
 
     Example:
         >>> aval_bytes(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16))
