@@ -1,4 +1,4 @@
-"""For Flax: `linen` and `nnx`, and `policies`, which puts policies on the modules of a model that nobody edits.
+"""For Flax: `linen` and `nnx`, and `policies`, which puts policies on the modules of a model without editing it.
 
 Needs the package `flax`; `import jaxsub` alone does not.
 """

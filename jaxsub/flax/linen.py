@@ -1,8 +1,8 @@
-"""For `flax.linen`: `remat` in the place of `nn.remat`, and `sublinear` for losses of variables or of bound modules.
+"""For `flax.linen`: `remat` instead of `nn.remat`, and `sublinear` for losses of variables or of bound modules.
 
 Both lift a transformation of pure functions to modules the way Linen lifts `jax.checkpoint`: variable collections and
-PRNG sequences become arguments, mutated collections results. So BatchNorm statistics, sown values and dropout keys pass
-through a region like everything else; what a region recomputes in the backward pass is never written a second time.
+PRNG sequences become arguments, mutated collections become results. So BatchNorm statistics, sown values and dropout
+keys pass through a region like all values, and recompute in the backward pass never writes them a second time.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def remat(
     policy: str | policies.Policy | policies.JaxPolicy | None = None,
     methods: Any = None,
 ) -> Any:
-    """Recompute a module's intermediates in the backward pass, but for what a policy saves.
+    """Recompute a module's intermediates in the backward pass, except those that a policy saves.
 
-    It stands in the place of `nn.remat`, with its arguments, gives parameters the same names, and takes every policy.
+    It replaces `nn.remat`: it takes the same arguments and every policy, and gives parameters the same names.
 
     Args:
         target: A module class, or a function or method whose first argument is a module.
         variables: The variable collections that are lifted.
         rngs: The PRNG sequences that are lifted.
-        concrete: As for `nn.remat`, where it means nothing any more; `static_argnums` does what it once did.
+        concrete: Must be `False`: JAX removed it, and `static_argnums` replaces it.
         prevent_cse: As for `jax.checkpoint`; pass `False` inside `nn.scan`.
-        static_argnums: Positions of arguments that are no arrays; 0 is the module.
-        policy: What to save: a name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or
-            of JAX, or `None` for nothing.
+        static_argnums: Positions of static arguments; 0 is the module.
+        policy: A name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or of JAX, or
+            `None` to save nothing.
         methods: The methods to wrap, as for `nn.remat`; `None` for `__call__`.
 
     Returns:
@@ -65,12 +65,12 @@ def remat(
     """
     if concrete:
         raise UnsupportedError(
-            "concrete=True: JAX has given it up, and nn.remat refuses it too. Leave it out, and name the arguments "
+            "concrete=True: JAX removed it, and nn.remat refuses it too. Leave it out, and name the arguments "
             "that the module branches on: static_argnums=(1,) for the first one after the module."
         )
     found = policies.get(policy)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    # the module is no argument of the lifted function, variables and keys are: 0, 1 | 2, 3, ... for 0 | 1, 2, ...
+    # the lifted function has variables and keys as arguments 0 and 1 in place of the module, then the others from 2 on
     inner = tuple(n + 1 if n > 0 else n for n in numbers)
 
     def wrap(pure: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +114,7 @@ def sublinear(loss: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class _Sublinear(Wrapped[P, R]):
-    """A loss of variables, or of a bound module; plans and figures are of a loss of variables."""
+    """A loss of variables, or of a bound module; `plan` and the like take a loss of variables."""
 
     def __init__(self, loss: Callable[P, R], options: dict[str, Any]):
         functools.update_wrapper(self, loss)
@@ -143,7 +143,7 @@ class _Sublinear(Wrapped[P, R]):
 
 
 def _sublinear_pure(pure: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A pure function `-> (result, variables)` under a plan; its first leaf stands where a loss is looked for."""
+    """Plan a pure function `-> (result, variables)`; its first leaf comes first, where a loss is expected."""
     trees: list[Any] = []
 
     def flat(*args: Any, **kwargs: Any) -> Any:

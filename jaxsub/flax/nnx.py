@@ -1,9 +1,8 @@
-"""For `flax.nnx`: `remat` in the place of `nnx.remat` with every policy, `sublinear` for losses of modules, and `jit`.
+"""For `flax.nnx`: `remat` instead of `nnx.remat` with every policy, `sublinear` for losses of modules, and `jit`.
 
-Modules are split into arrays and structure in front of the regions and merged inside, once, as every transformation of
-NNX does it; what the function changed comes out as results and is written back once. So BatchNorm statistics are
-updated once, RNG streams advance once, and a submodule that stands in several places is one submodule inside too,
-however often the backward pass recomputes it.
+Modules are split into arrays and structure in front of the regions and merged inside, as all transformations of NNX do;
+changed variables are results and are written back once. So BatchNorm statistics are updated once, RNG streams advance
+once, and a shared submodule stays shared inside, however often the backward pass recomputes it.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ def remat(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Recompute a function's intermediates in the backward pass, but for what a policy saves.
+    """Recompute a function's intermediates in the backward pass, except those that a policy saves.
 
-    It stands in the place of `nnx.remat` and takes every policy, and bound methods too.
+    It replaces `nnx.remat`, and takes every policy, and bound methods too.
 
     Args:
         f: A function of modules and arrays, or a method, bound or not. Left out, a decorator is returned.
-        policy: What to save: a name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or
-            of JAX, or `None` for nothing.
+        policy: A name such as `"save_costly"` or `"save_within(2GiB)"`, a policy of `jaxsub.policies` or of JAX, or
+            `None` to save nothing.
         prevent_cse: As for `jax.checkpoint`; pass `False` inside `nnx.scan`.
-        static_argnums: Positions of arguments that are no arrays.
+        static_argnums: Positions of static arguments.
         static_argnames: Names of such arguments, such as a flag that a module branches on.
-        graph: As for `nnx.remat`: modules are graphs here, whose references may be shared; `None` or `True`.
-        graph_updates: As for `nnx.remat`: variables made inside come out; `None` or `True`.
+        graph: As for `nnx.remat`: modules are graphs with shared references here; `None` or `True`.
+        graph_updates: As for `nnx.remat`: variables made inside are returned; `None` or `True`.
 
     Returns:
         A function with the same arguments, results and effects on its modules.
@@ -71,8 +70,8 @@ def remat(
     for name, given in (("graph", graph), ("graph_updates", graph_updates)):
         if given is False:
             raise UnsupportedError(
-                f"{name}=False: jaxsub.flax.nnx.remat treats modules as graphs and hands back all that changes in "
-                f"them, which is more than nnx.remat does without. Leave {name}= out."
+                f"{name}=False: jaxsub.flax.nnx.remat treats modules as graphs and returns all changes to them, which "
+                f"is more than nnx.remat does with {name}=False. Leave {name}= out."
             )
     if f is None:
         return functools.partial(
@@ -111,8 +110,8 @@ def sublinear(
 
     Args:
         loss: A function of modules and arrays, `loss(model, batch)`. Left out, a decorator is returned.
-        wrt: The variables that the gradient is taken of: a filter, as for `nnx.DiffState`.
-        static_argnums: Positions of arguments that are no arrays; they must be hashable.
+        wrt: The variables to differentiate: a filter, as for `nnx.DiffState`.
+        static_argnums: Positions of static arguments; they must be hashable.
         static_argnames: Names of such arguments.
         **options: As for `jaxsub.sublinear`: `budget`, `planner`, `plan`, `target` and so on.
 
@@ -153,27 +152,27 @@ class _Sublinear(Wrapped[P, R]):
         self._how = (wrt, numbers, names)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the loss; what it changes in its modules is written back once."""
+        """Call the loss; its changes to modules are written back once."""
         result: R = _call(self._planned, *self._how, *args, **kwargs)
         return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these modules and arrays; the modules are left as they are."""
+        """Make the plan for these modules and arrays, without changing the modules."""
         with nnx.update_context(CONTEXT):
             return self._planned.plan(*_split(args, kwargs, *self._how))
 
     def measure(self, *args: Any, **kwargs: Any) -> Measurement:
-        """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it."""
+        """Measure the memory of the gradient under the plan, as `jaxsub.measure` does."""
         with nnx.update_context(CONTEXT):
             return self._planned.measure(*_split(args, kwargs, *self._how))
 
     def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
-        """What every budget buys, as `jaxsub.frontier` finds it."""
+        """Plan for many budgets, as `jaxsub.frontier` does."""
         with nnx.update_context(CONTEXT):
             return self._planned.frontier(*_split(args, kwargs, *self._how))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Where its memory goes before any plan, as `jaxsub.explain` says it."""
+        """Explain its memory before any plan, as `jaxsub.explain` does."""
         with nnx.update_context(CONTEXT):
             return self._planned.explain(*_split(args, kwargs, *self._how))
 
@@ -188,15 +187,15 @@ class _Sublinear(Wrapped[P, R]):
 def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options: Any) -> Any:
     """`jaxsub.jit` for steps of modules and optimizers: what `nnx.jit` is to `jax.jit`.
 
-    What the step changes in its modules and optimizers is written back. With `memory` the `sublinear` functions inside
-    are given plans with which the whole step fits; without, it is `nnx.jit`, but for an option without which JAX 0.10
-    to 0.11.0 would merge recomputation away on the CPU.
+    Changes to modules and optimizers are written back. With `memory` the `sublinear` functions inside get plans with
+    which the whole step fits; without, it is `nnx.jit` with an option that keeps JAX 0.10 to 0.11.0 from merging
+    recomputation away on the CPU.
 
     Args:
         fun: The function of modules, optimizers and arrays. Left out, a decorator is returned.
-        memory: What the step may take of a device, as for `jaxsub.jit`.
-        **options: As for `jaxsub.jit`: `donate_argnums`, `static_argnames`, `target`, `progress` and so on.
-            Modules that are donated are overwritten, so that their arrays count once.
+        memory: The most memory of a device that the step may take, as for `jaxsub.jit`.
+        **options: As for `jaxsub.jit`: `donate_argnums`, `static_argnames`, `target`, `progress` and so on. Donated
+            modules are overwritten, so that their arrays count once.
 
     Returns:
         A `Jitted`.
@@ -204,7 +203,7 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options:
     Raises:
         BudgetError: If `memory` cannot be read.
         InfeasibleBudgetError: At the first call, if the step does not fit.
-        UnsupportedError: If shardings are given: arrays stay where they lie.
+        UnsupportedError: If shardings are given: arrays keep their own.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -223,10 +222,10 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options:
     """
     if fun is None:
         return functools.partial(jit, memory=memory, **options)
-    if told := sorted({"in_shardings", "out_shardings"} & options.keys()):
+    if given := sorted({"in_shardings", "out_shardings"} & options.keys()):
         raise UnsupportedError(
-            f"jaxsub.flax.nnx.jit takes no {' and no '.join(told)}: the step runs where its arrays lie. Place them "
-            "first, with jax.device_put or with shardings in the model."
+            f"jaxsub.flax.nnx.jit takes no {' and no '.join(given)}: arrays keep their shardings. Shard them first, "
+            "with jax.device_put or with shardings in the model."
         )
     return Jitted(fun, memory, options)
 
@@ -244,7 +243,7 @@ class Jitted(Wrapped[P, R]):
         return self.fun, self._memory, self._options
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step; what it changes in its arguments is written back."""
+        """Run the step; changes to its arguments are written back."""
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
             pure = self._step(*pure_args, **pure_kwargs)
@@ -252,32 +251,32 @@ class Jitted(Wrapped[P, R]):
             return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step of arrays, lowered as `jax.jit` does it: `.compile().memory_analysis()` says what it takes."""
+        """Lower the step of arrays as `jax.jit` does: `.compile().memory_analysis()` reports its memory."""
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
             return self._step.lower(*pure_args, **pure_kwargs)
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
-        """What the step takes and what was done, as `jaxsub.step.jit.Step.report` says it; nothing is run.
+        """Report the step's memory and plans, as `jaxsub.step.jit.Step.report` does, without running it.
 
-        Modules and optimizers may be those of `nnx.eval_shape`, which hold shapes in the place of arrays.
+        Modules and optimizers may be those of `nnx.eval_shape`, which have shapes in place of arrays.
         """
-        return self._asked("report", args, kwargs)
+        return self._of_step("report", args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """What was decided, as `jaxsub.step.jit.Step.plan` has it: `jit(plan=...)` takes it."""
-        return self._asked("plan", args, kwargs)
+        """Make the plan of the step, as `jaxsub.step.jit.Step.plan` does: `jit(plan=...)` takes it."""
+        return self._of_step("plan", args, kwargs)
 
-    def _asked(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _of_step(self, method: str, args: Any, kwargs: Any) -> Any:
         if not isinstance(self._step, step.Step):
-            raise ValueError(f'{method}() is of a step in a memory: say jit(memory=...), as in memory=0.5 or "24GiB".')
+            raise ValueError(f'{method}() needs a memory: pass jit(memory=...), such as memory=0.5 or "24GiB".')
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
             return getattr(self._step, method)(*pure_args, **pure_kwargs)
 
 
 def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of modules as one of arrays, argument by argument: to the modules as they became, and the result."""
+    """Turn a function of modules into one of arrays, argument by argument, that returns changed modules and result."""
 
     @functools.wraps(fun)
     def pure(*pure_args: Any, **pure_kwargs: Any) -> Any:
@@ -289,14 +288,14 @@ def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nodes(tree: Any) -> Any:
-    """A tree's modules and variables, with nothing in the place of everything else."""
+    """Replace everything in a tree but modules and variables by `None`."""
     return jax.tree.map(lambda x: x if is_node(x) else None, tree, is_leaf=is_node)
 
 
 def _call(
     lifted: Callable[..., Any], wrt: Any, numbers: Sequence[int], names: Sequence[str], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Split the modules among the arguments, call a lifted pure function, write back what it changed."""
+    """Split the modules among the arguments, call a lifted pure function, write back its changes."""
     with nnx.update_context(CONTEXT):
         active, tree = _split(args, kwargs, wrt, numbers, names)
         first, (rest, shape, tree_out) = lifted(active, tree)
@@ -308,7 +307,7 @@ def _call(
 def _split(
     args: Sequence[Any], kwargs: dict[str, Any], wrt: Any, numbers: Sequence[int], names: Sequence[str]
 ) -> tuple[list[Any], Any]:
-    """What the gradient is taken of, and everything else as one tree."""
+    """Split arguments into the differentiated variables and one tree of everything else."""
     fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
     wrapped = [Static(a) if i in fixed else a for i, a in enumerate(args)]
     keywords = {k: Static(v) if k in names else v for k, v in kwargs.items()}
@@ -325,9 +324,9 @@ def _split(
 
 
 def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of modules as one of arrays: from `_split`'s pair to its result's leaves and tree and the modules.
+    """Turn a function of modules into one of arrays: from `_split`'s pair to the result's leaves and tree and modules.
 
-    The first leaf stands in front because a loss is looked for there.
+    The first leaf comes first, where a loss is expected.
     """
 
     @functools.wraps(fun)
@@ -353,5 +352,5 @@ def _unwrap(x: Any) -> Any:
 
 
 def is_node(x: Any) -> bool:
-    """Whether something is a module, a variable or another object that NNX keeps by reference."""
+    """Tell whether something is a module, a variable or another object that NNX keeps by reference."""
     return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)

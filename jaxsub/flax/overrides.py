@@ -1,10 +1,10 @@
 """`policies`: put policies on the modules of a model without editing it, by name, type or path, for Linen and NNX.
 
-While the context is entered, every call of a module is compared with the patterns; one that matches is recomputed in
-the backward pass, all but what its policy saves. Linen offers interceptors for that. NNX has none, so the `__call__` of
-its module classes is replaced while the context lasts. Parameters, their names, states and results stay what they are.
+Inside the context every call of a module is compared with the patterns; a call that matches is recomputed in the
+backward pass, except the values that its policy saves. Linen has interceptors for that. NNX has none, so the `__call__`
+of its module classes is replaced inside the context. Parameters, their names, states and results do not change.
 
-A compiled function keeps what it was traced with: trace it inside the context.
+A compiled function keeps the policies it was traced with: trace it inside the context.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Match:
 
     Attributes:
         pattern: The pattern, or the name of the type.
-        path: Where the module stands in the model: `blocks/0/attention`; empty for the model itself.
+        path: The module's path in the model: `blocks/0/attention`; empty for the model itself.
         type: The name of its class.
         policy: The policy that it is called under, by name.
     """
@@ -55,7 +55,7 @@ def policies(patterns: Mapping[str | type, str | named.Policy | named.JaxPolicy 
     Args:
         patterns: For each pattern a policy, as `jaxsub.policies.get` takes it. A pattern is a module class, or text
             that is compared with the name of a module's class (`"Block"`), its own name (`"encoder_0"`) and its path
-            (`"blocks/0/attention"`). `*`, `?` and `[...]` stand for what they do in file names, `.` for `/`. Where
+            (`"blocks/0/attention"`). `*`, `?` and `[...]` mean the same as in file names, and `.` means `/`. Where
             several patterns match one module, the first counts.
 
     Returns:
@@ -131,8 +131,8 @@ class Swap:
         quoted = ", ".join(map(repr, missed))
         if not self._called:
             return (
-                f"No module was called, so nothing matched {quoted}. A function that was compiled before keeps what it "
-                "was traced with: trace it inside the context."
+                f"No module was called, so nothing matched {quoted}. A function that was compiled before keeps the "
+                "policies it was traced with: trace it inside the context."
             )
         words = {w for name in self._called for w in name.split(" ")}
         near = [n for p in missed for n in difflib.get_close_matches(p, words, n=1)]
@@ -141,7 +141,7 @@ class Swap:
         return f"No module matched {quoted}.{hint} Called were: {called}."
 
     def _policy_of(self, module: Any, path: str) -> Any:
-        """The policy of a module by the first pattern that matches it, remembered; or `None`."""
+        """Find and record the policy of a module by the first pattern that matches it; `None` if none does."""
         kind = type(module)
         self._called[f"{path} {kind.__name__}".strip()] = None
         found = None
@@ -193,7 +193,7 @@ class Swap:
 
 
 class _Calls(threading.local):
-    """The calls that a thread stands in: paths of Linen modules, NNX modules entered, and where NNX modules stand."""
+    """A thread's open calls: paths of Linen modules, NNX modules that were entered, and paths of NNX modules."""
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
@@ -202,7 +202,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def located(self, module: Any) -> Iterator[str]:
-        """The path of an NNX module in the outermost module that was called."""
+        """Find the path of an NNX module in the outermost module that was called."""
         places = self.places[-1][1] if self.places else {}
         if id(module) in places:
             yield places[id(module)]
@@ -212,7 +212,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def entering(self, module: Any, path: str) -> Iterator[None]:
-        """Inside a region, where an NNX module and those inside it are new objects."""
+        """Record that a region is entered, where an NNX module and its submodules are new objects."""
         self.entered.append(module)
         try:
             with self.placed(module, path):
@@ -222,7 +222,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def placed(self, root: Any, path: str) -> Iterator[None]:
-        """Note where the modules inside one stand."""
+        """Record the paths of the submodules of a module."""
         prefix = (path,) if path else ()
         found = {id(m): "/".join(map(str, (*prefix, *where))) for where, m in flax_nnx.iter_modules(root)}
         self.places.append((root, found))
@@ -261,7 +261,7 @@ def _subclasses(cls: type) -> set[type]:
 
 
 def _without_scalars(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Arguments but for Python's numbers and texts, which a module may branch on; and how to put them back."""
+    """Split off numbers and strings, which a module may branch on; return the rest and a function to rebuild."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.is_node)
     is_fixed = [isinstance(leaf, bool | int | float | complex | str) for leaf in leaves]
 

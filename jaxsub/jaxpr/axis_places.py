@@ -1,4 +1,4 @@
-"""Where a value carries an independent axis, and what stands in the way: the words of `jaxsub.jaxpr.axis_rules`."""
+"""Where a value carries an independent axis, and why an equation stops one: types of `jaxsub.jaxpr.axis_rules`."""
 
 from __future__ import annotations
 
