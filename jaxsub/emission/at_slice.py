@@ -1,9 +1,9 @@
-"""Equations evaluated at the shape of a slice of an independent axis.
+"""Evaluate equations at the shape of a slice of an independent axis.
 
-Plain equations are bound with other parameters where those hold shapes (`resized`), at their own source lines and in
-their scopes. Equations that hold jaxprs go through JAX's own functions (`scan`, `while_loop`, `switch`, `checkpoint`,
-`custom_jvp`, `custom_vjp`) with bodies evaluated at the slice's shape. Each result's shape is compared with what the
-analysis says.
+Plain equations are bound with new parameters where those hold shapes (`resized`), at their own source lines and in
+their scopes. Equations with inner jaxprs go through JAX's own functions (`scan`, `while_loop`, `switch`, `checkpoint`,
+`custom_jvp`, `custom_vjp`) with bodies evaluated at the slice's shape. Each result's shape is checked against the
+analysis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
 
 Env = dict[tuple[Any, Place | None], Any]
-"""What variables are: whole, totals among them, or a slice of them."""
+"""Values of variables: whole ones, totals among them, and slices."""
 Values = tuple[Any, ...]
 
 
@@ -33,12 +33,12 @@ class At:
 
 
 def read(env: Env, atom: Any, place: Place | None) -> Any:
-    """The value of an atom, whole or where it carries the axis."""
+    """Read the value of an atom, whole or sliced."""
     return env[atom, place] if compat.is_var(atom) else atom.val
 
 
 def evaluate(steps: Sequence[Step], env: Env, at: At | None) -> None:
-    """Evaluate steps in order, at a slice's shape or whole, and put what they make into `env`.
+    """Evaluate steps in order, at a slice's shape or whole, and put their results into `env`.
 
     Raises:
         AssertionError: If a result has another shape than the slice's: a rule is wrong.
@@ -75,7 +75,7 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
 
 
 def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """An equation's results for other operands."""
+    """Evaluate an equation for other operands."""
     variables = [compat.new_var(a.aval) if compat.is_var(a) else a for a in eqn.invars]
     invars = [v for v in variables if compat.is_var(v)]
     outvars = [compat.new_var(v.aval) for v in eqn.outvars]
@@ -84,7 +84,7 @@ def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
 
 
 def resized(eqn: Any, shapes: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """The parameters of an equation whose operands and results have other shapes."""
+    """Adapt the parameters of an equation to other shapes of operands and results."""
     params = dict(eqn.params)
     match eqn.primitive.name:
         case "broadcast_in_dim" | "iota":
@@ -103,7 +103,7 @@ def resized(eqn: Any, shapes: Sequence[tuple[int, ...]], results: Sequence[tuple
 
 
 def _inside(body: Body, args: Sequence[Any], at: At) -> Values:
-    """A body's results for one slice."""
+    """Evaluate a body for one slice."""
     env: Env = {(v, p): x for v, p, x in zip(body.jaxpr.invars, body.ins, args, strict=True)}
     env.update({(v, None): x for v, x in zip(body.jaxpr.constvars, body.consts, strict=True)})
     evaluate(body.steps, env, at)

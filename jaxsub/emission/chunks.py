@@ -1,19 +1,19 @@
-"""A run of equations executed a slice of an independent axis at a time.
+"""Run equations a slice of an independent axis at a time.
 
 `sliced` makes a function of a run and its `Axis` (`jaxsub.jaxpr.axes`): equations before the axis run once, then a
-scan over slices of what carries it, each slice a `jax.checkpoint` region, then equations that read totals. Where the
-count does not divide the axis a shorter slice follows. `jaxsub.emission.at_slice` evaluates equations at a slice's
-shape.
+scan over slices of the values that carry it, each slice a `jax.checkpoint` region, then equations that read totals.
+Where the count does not divide the axis, a shorter slice follows. `jaxsub.emission.at_slice` evaluates equations at a
+slice's shape.
 
 **What changes in rounding.** Sums over the axis are sums of the slices' sums; nothing else changes. Results narrower
 than 32 bits are summed in float32, and rounded once.
 
-**Gradients in the forward pass.** Where the only result that a tangent reaches is one scalar sum, a loss, the
-derivative rule makes each slice's gradient right behind its forward pass: no slice is recomputed. It is a `custom_jvp`
-rule whose tangent is the inner product of these gradients and the tangents that come in, so reverse mode scales them by
-the cotangent; forward mode and batches are right as well. Second derivatives differentiate the rule: a scan of
-checkpointed slices. Where other results have tangents, or several sums, the rule is the scan's own. Which it is, is
-known when the derivative is taken: the rule is told what has no tangent.
+**Gradients in the forward pass.** Where the only result with a tangent is one scalar sum, a loss, the derivative rule
+computes each slice's gradient right after its forward pass: no slice is recomputed. It is a `custom_jvp` rule whose
+tangent is the inner product of these gradients and the input tangents, so reverse mode scales them by the cotangent;
+forward mode and batches are right as well. Second derivatives differentiate the rule: a scan of checkpointed slices.
+Where other results have tangents, or several sums do, the rule is the scan's own. The rule decides when the derivative
+is taken, from the symbolic zeros among its tangents.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Values = tuple[Any, ...]
 def sliced(
     axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int, one: Callable[..., Any] | None = None
 ) -> Callable[..., Values]:
-    """A run as a function of its inputs that executes it in slices.
+    """Make a function of a run's inputs that runs it in slices.
 
     Args:
         axis: The axis, followed through the run.
@@ -73,7 +73,7 @@ def sliced(
 
 
 def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int) -> tuple[Any, tuple[Any, ...]]:
-    """What one slice executes, as a jaxpr of where it starts, its parts, and what is read whole; and its results."""
+    """Trace one slice: a jaxpr of its start, its parts and the values read whole; return it with its results."""
     slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count))
     n_cut = len(axis.cut)
     parts = [_part_of(v.aval, place, slices.size) for v, place in axis.cut]
@@ -91,7 +91,7 @@ def _part_of(aval: Any, place: Place, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What is read behind the slices of what they make."""
+    """Find the variables made in the slices that are read after them."""
     read = dict.fromkeys(a for a in (*outputs, *(a for e in axis.after for a in e.invars)) if compat.is_var(a))
     return tuple(v for v in read if v in axis.places)
 
@@ -149,10 +149,10 @@ class _Slices:
         """Run a step over all slices, the last of them shorter.
 
         Args:
-            step: A function of where a slice starts, its size, its parts and what is read whole, that returns results
-                and more values: as many as are cut, sliced alike, or sums. Regions stand round it.
-            args: What is cut, and what is read whole.
-            sums: `Place` of each of these values, or its shape and dtype where it is summed.
+            step: A function of a slice's start, size, parts and the values read whole, that returns results and further
+                values, sliced or summed. It runs inside a region.
+            args: The values to slice, and those read whole.
+            sums: The `Place` of each of the further values, or its shape and dtype if it is summed.
         """
         cut, wholes = args
         states: list[Any] = [*self.states(), *(s if isinstance(s, Place) else Total() for s in sums)]
@@ -190,7 +190,7 @@ class _Slices:
 
 
 def _differentiable(slices: _Slices) -> Callable[..., Values]:
-    """The slices, the gradient of one scalar sum made in the forward pass."""
+    """Give the slices a derivative rule that computes the gradient of one scalar sum in the forward pass."""
 
     @jax.custom_jvp
     def call(*args: Any) -> Values:
@@ -215,7 +215,7 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 
 
 def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:
-    """Which results have tangents where these arguments have."""
+    """Find the results that have tangents if these arguments have."""
     axis = slices.axis
     keys = [*axis.cut, *((v, None) for v in axis.reads)]
     moving = {keys[i] for i in active}
@@ -267,12 +267,12 @@ def _zero(x: Any) -> Any:
 
 
 def _wide(dtype: Any) -> Any:
-    """What sums of a type are kept in."""
+    """Choose the dtype to sum values of a dtype in."""
     return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def first(aval: Any, state: State) -> Any:
-    """What a total starts from."""
+    """Make the initial value of a total."""
     if state is None or state == Total("sum"):
         return jnp.zeros(aval.shape, _wide(aval.dtype) if state else aval.dtype)
     is_max = state == Total("max")
@@ -283,7 +283,7 @@ def first(aval: Any, state: State) -> Any:
 
 
 def joined(total: Any, part: Any, state: State) -> Any:
-    """A total with another slice's part."""
+    """Combine a total with another slice's part."""
     if state is None:
         return part
     if state == Total("sum"):
@@ -292,13 +292,13 @@ def joined(total: Any, part: Any, state: State) -> Any:
 
 
 def _stacked(x: Any, place: Place, n: int, size: int) -> Any:
-    """The first `n` slices of an array, stacked."""
+    """Stack the first `n` slices of an array."""
     whole = jax.lax.slice_in_dim(x, 0, n * size * place.unit, axis=place.dim)
     shape = (*x.shape[: place.dim], n, size * place.unit, *x.shape[place.dim + 1 :])
     return jnp.moveaxis(whole.reshape(shape), place.dim, 0)
 
 
 def flat(ys: Any, place: Place) -> Any:
-    """Stacked slices as one array."""
+    """Join stacked slices into one array."""
     moved = jnp.moveaxis(ys, 0, place.dim)
     return moved.reshape((*moved.shape[: place.dim], -1, *moved.shape[place.dim + 2 :]))

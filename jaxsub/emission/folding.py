@@ -1,7 +1,6 @@
-"""A program in which runs of equations are one equation each, executed in slices of an independent axis.
+"""Replace runs of equations by one equation each, which runs them in slices of an independent axis.
 
-What stands for a run is a `jit` equation, so that everything else, planners and regions included, takes it for a node
-like any other: its passes are traced, its lives counted and its memory compiled as they are.
+Each is a `jit` equation, so that planners, regions and the cost model treat it like any other node.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], li
 
 
 def variable_of(program: Program, value: int) -> Any:
-    """The variable that a value of the graph is."""
+    """Find the variable of a value of the graph."""
     producer = program.graph.values[value].producer
     if producer is None:
         return program.invars[value]
@@ -46,7 +45,7 @@ def variable_of(program: Program, value: int) -> Any:
 
 
 def axis_of(program: Program, slices: Slices) -> Axis:
-    """The axis that a run is executed in slices of.
+    """Follow the axis along which a run is sliced.
 
     Raises:
         NotIndependent: If it is not independent.
@@ -56,9 +55,9 @@ def axis_of(program: Program, slices: Slices) -> Axis:
 
 
 def program_of_slice(program: Program, slices: Slices) -> Program:
-    """What one slice executes, as a program of where it starts, its parts, and what is read whole.
+    """Make a program of one slice: a function of its start, its parts, and the values read whole.
 
-    Its loss is the one scalar that the slices add up; it is differentiated in what the run is.
+    Its loss is the one scalar that is summed over slices; it has the differentiated inputs of the run.
     """
     axis = axis_of(program, slices)
     closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count)
@@ -75,7 +74,7 @@ def program_of_slice(program: Program, slices: Slices) -> Program:
 
 
 def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
-    """The program with each of these runs as one equation that executes it in slices.
+    """Replace each of these runs by one equation that runs it in slices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,20 +96,20 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
 
 
 def bodies_of_node(program: Program, node: int) -> tuple[Program, ...]:
-    """The body of a loop, or the branches of a conditional."""
+    """Make programs of the body of a loop, or the branches of a conditional."""
     is_loop = program.eqns[node].primitive.name == "scan"
     return (body_program(program, node),) if is_loop else branch_programs(program, node)
 
 
 def program_within(program: Program, within: Sequence[tuple[int, int]]) -> Program:
-    """The body in which a run in slices stands."""
+    """Find the body that contains a run in slices."""
     for node, number in within:
         program = bodies_of_node(program, node)[number]
     return program
 
 
 def _with_bodies_in_slices(program: Program, node: int, runs: Sequence[Slices]) -> Any:
-    """A loop or conditional in the bodies of which some runs are executed in slices."""
+    """Make a loop or conditional run parts of its bodies in slices."""
     eqn, closed = program.eqns[node], []
     for number, body in enumerate(bodies_of_node(program, node)):
         mine = [replace(run, within=run.within[1:]) for run in runs if run.within[0] == (node, number)]
@@ -123,7 +122,7 @@ def _with_bodies_in_slices(program: Program, node: int, runs: Sequence[Slices]) 
 
 
 def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | None:
-    """What a slice executes, with regions and loops as planned; `None` where they are not."""
+    """Make the function of a slice with its planned regions and loops; `None` if there are none."""
     inside = slices.inside
     if inside == Inside():
         return None
@@ -133,10 +132,10 @@ def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | Non
 
 
 def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
-    """The program that a plan speaks of, in which its runs in slices are one equation each, and its plan.
+    """Replace a plan's runs in slices by one equation each; return that program and the rest of the plan.
 
     Raises:
-        PlanMismatchError: If the plan bears the program's fingerprint, and its slices do not fit it.
+        PlanMismatchError: If the plan has the program's fingerprint, but its slices do not fit it.
     """
     if not plan.slices or plan.fingerprint != program.fingerprint:
         return program, plan
@@ -186,7 +185,7 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
 
 
 def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[tuple[int, int]]) -> str:
-    """What is wrong with where a run is said to stand."""
+    """Say what is wrong with the body that a run is in."""
     if any(run.start <= within[0][0] < run.stop for run in slices if not run.within):
         return f"within {within}: equation {within[0][0]} runs in slices itself"
     for node, number in within:

@@ -1,19 +1,19 @@
-"""Which axes are independent for a run of equations: the axis followed from one dimension of one input on.
+"""Find independent axes of a run of equations, by following an axis from one dimension of one input.
 
-A run goes in with a seed, and comes out cut in three. `before` are equations that do not depend on the axis: they run
-once. `steps` are those that carry it: they may run a slice of the axis at a time, each with what it needs of its
-operands and how its results carry the axis. `after` are equations that read totals over the axis only. The analysis is
-exact and conservative: `jaxsub.jaxpr.axis_rules` says what each primitive does, `jaxsub.jaxpr.axis_bodies` what those
-do that hold jaxprs. An equation without a rule, one that mixes parts of the axis, or one in which values that carry the
-axis meet a total over it (batch statistics, a softmax over the axis) ends the run: `NotIndependent` names it with its
+A run goes in with a seed, and comes out in three parts. `before` are equations that do not depend on the axis: they run
+once. `steps` are those that carry it: they may run a slice of the axis at a time, each with the needs of its operands
+and the places of its results. `after` are equations that read only totals over the axis. The analysis is exact and
+conservative: `jaxsub.jaxpr.axis_rules` has the rules of primitives, `jaxsub.jaxpr.axis_bodies` those of equations with
+inner jaxprs. An equation without a rule, one that mixes parts of the axis, or one that reads both values that carry the
+axis and a total over it (batch statistics, a softmax over the axis) ends the run: `NotIndependent` names it with its
 source line.
 
-Values without the axis that meet values with it in its shape (masks, tables, labels) are sliced: inputs as such, others
-made anew at the slice's shape where that is elementwise work or a broadcast, else made whole and sliced. So random bits
-are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices themselves.
+Values that have the axis's length in their shape but do not depend on it (masks, tables, labels) are sliced too: inputs
+directly, elementwise work and broadcasts by evaluating them at the slice's shape, all others as whole values. So random
+bits are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices too.
 
-Where a slice leaves the last units out, as `logits[:, :-1]` does, what stands in front of it is followed for the first
-units alone, if nothing else reads the others.
+Where an equation drops the last units, as `logits[:, :-1]` does, the equations before it run for the first units alone,
+if nothing else reads the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxsub.jaxpr.trace import ZERO_TANGENT
 LINEAR = frozenset(
     "neg transpose reshape squeeze broadcast_in_dim reduce_sum copy copy_p name real imag convert_element_type".split()
 )
-"""What may happen to a part of a sum in a body and leave it a part of the sum of what happens to the whole."""
+"""Linear primitives: applied to a part of a sum in a body, they give a part of the result for the whole sum."""
 
 
 class NotIndependent(UnsupportedError):
@@ -43,7 +43,7 @@ class NotIndependent(UnsupportedError):
     Attributes:
         eqn: The equation.
         reason: Why.
-        around: The equation of the run that it stands in, or is.
+        around: The equation of the run that contains it, or that it is.
     """
 
     def __init__(self, eqn: Any, reason: str, around: Any = None) -> None:
@@ -57,14 +57,14 @@ class Axis:
     """An axis that is independent through a run of equations.
 
     Attributes:
-        length: How many units it has; what is cut may have more, which nothing reads.
+        length: How many units it has; values in `cut` may have more, which nothing reads.
         before: Equations that run once, before all slices.
-        cut: Values, of the run's inputs or made before, that are sliced, and where they carry the axis.
+        cut: Values to slice, of the run's inputs or made before, and where they carry the axis.
         steps: Equations that run a slice at a time.
         after: Equations that run once, with the totals over all slices.
-        places: Where each variable made in the slices carries the axis, or what its slices are put together with;
-            `None` of those that are the same in every slice.
-        reads: What the slices read whole.
+        places: Where each variable made in the slices carries the axis, or how its slices are combined; `None` for
+            those that are the same in every slice.
+        reads: Values that the slices read whole.
     """
 
     length: int
@@ -82,7 +82,7 @@ def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], s
     Args:
         eqns: The equations, in order.
         inputs: The variables they read and do not make.
-        outputs: What is read of them later.
+        outputs: The variables of theirs that are read later.
         seed: One of the inputs.
         dim: Which of its dimensions the axis is.
 
@@ -114,10 +114,10 @@ def follow_all(
     Args:
         eqns: The equations, in order.
         inputs: The variables they read and do not make.
-        outputs: What is read of them later.
+        outputs: The variables of theirs that are read later.
         seeds: Inputs that carry the axis, all in the same dimension and of the same length there.
         dim: Which of their dimensions it is.
-        late: Inputs that are not there before the slices run, such as sums over them.
+        late: Inputs that are known only after the slices have run, such as sums over them.
         may_end_early: Whether the last units may be left out where nothing reads them.
 
     Raises:
@@ -185,7 +185,7 @@ class _Refined(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """Equations followed one by one, in slices where an operand carries the axis."""
+    """Follows equations one by one; those with an operand that carries the axis run in slices."""
 
     n: int
     inputs: Sequence[Any]
@@ -224,7 +224,7 @@ class _Walk:
         if eqn.effects:
             raise NoRule("its effect must happen once")
         if any(eqn.params.get(p) is not None for p in ("sharding", "out_sharding")) and not _is_constraint(eqn):
-            raise NoRule("it says how its result is spread over devices")
+            raise NoRule("it says how its result is sharded")
         n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
         follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
         if (rule := rule_of(eqn)) is not None:
@@ -249,7 +249,7 @@ class _Walk:
             self.place(atom, place)
 
     def place(self, atom: Any, place: Place) -> None:
-        """Have a whole value in slices: made anew at the slice's shape where that is cheap, else sliced."""
+        """Provide a whole value in slices: evaluated at the slice's shape where that is cheap, else sliced."""
         if not compat.is_var(atom):
             raise NoRule("a constant has the axis in its shape")
         if (atom, place) in self.placed:
@@ -288,7 +288,7 @@ class _Inside(_Walk):
         self.states.update(dict.fromkeys(eqn.outvars, state))
 
     def total(self, eqn: Any, ins: Sequence[State]) -> None:
-        """What is linear may be done with a part of a sum."""
+        """Let a linear equation run on a part of a sum."""
         name, is_total = eqn.primitive.name, [isinstance(i, Total) for i in ins]
         if any(isinstance(i, Place) or (isinstance(i, Total) and i.how != "sum") for i in ins):
             raise NoRule("it reads a total over the axis, and what carries the axis")
@@ -310,10 +310,10 @@ class _Inside(_Walk):
 
 @dataclass(slots=True, eq=False)
 class _Run(_Walk):
-    """A run: what does not carry the axis runs before the slices, what reads totals after them.
+    """A run: equations without the axis run before the slices, those that read totals after them.
 
     Attributes:
-        first: How many units are followed, if not all: some slice takes them.
+        first: How many units are followed, if not all: an equation drops the others.
     """
 
     first: int | None = None
@@ -322,7 +322,7 @@ class _Run(_Walk):
     after: list[Any] = field(init=False, default_factory=list)
     late: set[Any] = field(init=False, default_factory=set)
     same: set[Any] = field(init=False, default_factory=set)
-    """What is made in the slices, and is the same in all of them."""
+    """Values made in the slices that are the same in all of them."""
     cut: dict[tuple[Any, Place], None] = field(init=False, default_factory=dict)
     cast: set[Any] = field(init=False, default_factory=set)
 
@@ -397,7 +397,7 @@ def _is_constraint(eqn: Any) -> bool:
 
 
 def _narrows(eqn: Any) -> bool:
-    """Whether an equation is a cast from floats to narrower ones."""
+    """Tell whether an equation is a cast from floats to narrower ones."""
     old, new = (a.aval.dtype for a in (eqn.invars[0], eqn.outvars[0]))
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     return bool(are_floats and old.itemsize > new.itemsize)

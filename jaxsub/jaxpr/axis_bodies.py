@@ -1,10 +1,9 @@
-"""How an independent axis runs through equations that hold jaxprs: calls, regions, loops, conditionals, rules.
+"""Follow an independent axis through equations with inner jaxprs: calls, regions, loops, conditionals, custom rules.
 
-What a body does to the axis is followed as in the program outside (`jaxsub.jaxpr.axes` hands itself in as `Follow`).
-A loop's carry is followed until it carries the axis as it did a step before. `custom_jvp` and `custom_vjp` keep their
-rules: the rule is traced by JAX at the whole shape, as the derivative of the equation, and followed like any body. What
-a rule's rule does, where it calls the function again, is looked at for second derivatives, and from there on only once
-somebody takes them.
+A body is followed like the program outside (`jaxsub.jaxpr.axes` passes itself as `Follow`). A loop's carry is followed
+to a fixed point. `custom_jvp` and `custom_vjp` keep their rules: JAX traces the rule at the whole shape, as the
+derivative of the equation, and it is followed like any body. The rule of a rule that calls the function itself is
+followed for second derivatives, and for higher ones only when they are taken.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
 
 CHECKED_ORDERS = 2
-"""How often rules are differentiated when an axis is looked for: values, gradients and second derivatives are sure."""
+"""Orders of derivatives that are checked when an axis is followed: values, gradients and second derivatives."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,10 +29,10 @@ class Body:
     """A jaxpr along an axis.
 
     Attributes:
-        jaxpr: It, at the whole shape.
+        jaxpr: The jaxpr, at the whole shape.
         consts: Its constants.
         ins: How its inputs carry the axis.
-        steps: Its equations, in order, some made anew at a slice's shape.
+        steps: Its equations, in order, some of them evaluated at a slice's shape in addition.
         outs: How its outputs carry the axis.
     """
 
@@ -54,8 +53,8 @@ class Step:
         needs: How each of them is to carry the axis.
         writes: Its results.
         outs: How they carry it.
-        bodies: The jaxprs it holds.
-        rule: What makes the bodies of its derivative rule, where it has one of its own.
+        bodies: Its inner jaxprs.
+        rule: Makes the bodies of its custom derivative rule, if it has one.
     """
 
     eqn: Any
@@ -69,11 +68,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """What follows the axis through a body.
+    """A function that follows the axis through a body.
 
     Attributes:
-        call: Given a jaxpr, how its inputs carry the axis, how outputs are to, and the order of the derivative it is.
-        order: The order of the derivative that the equation stands in.
+        call: Takes a jaxpr, how its inputs carry the axis, how its outputs must, and its order of derivative.
+        order: The order of derivative of the equation.
     """
 
     call: Callable[[Any, Sequence[Place | None], Sequence[State], int], Body]
@@ -86,7 +85,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What is needed of an equation's operands, what its results are, and its bodies."""
+    """Needs of an equation's operands, places of its results, and its bodies."""
 
     ruled: Ruled
     bodies: tuple[Body, ...]
@@ -94,7 +93,7 @@ class Held:
 
 
 def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held | None:
-    """Follow an axis through an equation that holds jaxprs; `None` if it holds none that is known."""
+    """Follow an axis through an equation with inner jaxprs; `None` for other equations."""
     primitive, params = compat.unwrapped(eqn)
     if (body := compat.inlined_body(eqn)) is not None:
         return _call(follow(body, ins))
@@ -179,12 +178,12 @@ def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 
 
 def is_inexact(atom: Any) -> bool:
-    """Whether an atom, or an array, can have a tangent."""
+    """Tell whether an atom, or an array, can have a tangent."""
     return bool(jnp.issubdtype(getattr(getattr(atom, "aval", atom), "dtype", bool), jnp.inexact))
 
 
 def no_tangent(x: Any) -> np.ndarray:
-    """The tangent of what has none, such as integers."""
+    """Make the tangent of values without one, such as integers."""
     return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
@@ -243,7 +242,7 @@ def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
     def derived(main: Body) -> tuple[Body, ...]:
         results = [o for o, v in zip(main.outs, eqn.outvars, strict=True) if is_inexact(v)]
         if any(o is None for o in results):
-            raise NoRule("a result of what has its own backward pass is the same for the whole axis")
+            raise NoRule("it has its own backward pass, and a result that is the same for the whole axis")
         closed_forward, closed_backward = trace()
         first = follow(closed_forward, main.ins, main.outs, 1)
         kept: tuple[Any, ...] = first.outs[len(eqn.outvars) :]
@@ -269,7 +268,7 @@ def _ruled(
     derived: Callable[[Body], tuple[Body, ...]],
     more: Callable[[Body, tuple[Body, ...]], list[Any]],
 ) -> Held:
-    """The function and its rule, both along the axis; rules of high orders only when they are asked for."""
+    """Follow the function and its rule; rules of high orders only when they are needed."""
     ins = tuple(ins)
     while True:
         main = follow(eqn.params["call_jaxpr"], ins)
@@ -291,7 +290,7 @@ def _ruled(
 
 
 def _is_zero(jaxpr: Any, atom: Any) -> bool:
-    """Whether an output of a jaxpr is zeros."""
+    """Tell whether an output of a jaxpr is zeros."""
     if not compat.is_var(atom):
         return bool(np.all(np.asarray(atom.val) == 0))
     maker = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)

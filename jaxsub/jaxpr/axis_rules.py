@@ -1,14 +1,13 @@
-"""Which dimension of each operand and result carries an independent axis: one rule for each primitive.
+"""Rules of primitives: which dimension of each operand and result carries an independent axis.
 
-An axis of `n` units runs through an equation where the equation treats it as a batch: what it does for some units it
-does without the others. A `Place` says which dimension of a value carries the axis, and how many elements stand there
-for one unit (after a reshape that merged a dimension behind it into it, more than one). A `Total` is a result that the
-slices add up to. A rule is given the places of an equation's operands, `None` for those that do not carry the axis, at
-least one of which does, and says what it needs of each operand (it may ask for one of them in slices too) and where its
-results carry the axis. It refuses with `NoRule` and is exact: a slice's result is the slice of the result, to the last
-bit but for the order of sums.
+An axis of `n` units is independent in an equation that treats it as a batch: some units are computed without the
+others. A `Place` names the dimension of a value that carries the axis, and its elements for each unit (more than one
+after a reshape that merged a following dimension into it). A `Total` is a result that is summed over slices. A rule
+takes the places of an equation's operands, `None` for those that do not carry the axis, at least one not `None`. It
+returns the needs of all operands (it may need further operands in slices) and the places of the results, or raises
+`NoRule`. It is exact: a slice's result is the slice of the result, to the last bit except for the order of sums.
 
-Primitives that hold jaxprs are `jaxsub.jaxpr.axes`'s.
+Primitives with inner jaxprs are in `jaxsub.jaxpr.axis_bodies`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ ELEMENTWISE = frozenset(
     "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
     "sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta.split(".split()
 )
-"""Each element of a result is made of the elements at its place."""
+"""Primitives of which each element of a result depends only on the elements at the same index."""
 
 LINALG = frozenset("cholesky triangular_solve lu qr eigh eig svd schur householder_product geqrf".split())
-"""What works on the matrices in the last two dimensions of its first operand, one by one."""
+"""Primitives that work on matrices in the last two dimensions of their first operand, one by one."""
 
 WINDOWS = frozenset(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
@@ -278,7 +277,7 @@ def _conv(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     dims = params["dimension_numbers"]
     is_grouped = params["feature_group_count"] != 1
     if params["batch_group_count"] != 1:
-        raise NoRule("its batch stands in groups")
+        raise NoRule("its batch is in groups")
     if right is None and left is not None and left.dim == dims.lhs_spec[0]:
         return list(ins), [Place(dims.out_spec[0], left.unit)]
     if left is None and right is not None and right.dim == dims.rhs_spec[0] and not is_grouped:
