@@ -1,8 +1,8 @@
 """Three of Flax's example networks under policies and under a budget, and not a line of them edited.
 
 A Linen ResNet-50, a Linen decoder like that of the lm1b example and an NNX decoder like Gemma. Each is trained plainly;
-then with its blocks under a policy, put there from outside by `jaxsub.flax.policies`: by hand, that is what `nn.remat`
-offers; then with `jaxsub.sublinear` at the memory of the one that takes least. Losses agree; what changes is what the
+then with its blocks under a policy, put there from outside by `jaxsub.flax.policies`: by hand, as with `nn.remat`;
+then with `jaxsub.sublinear` at the memory of the one that takes least. Losses agree; what changes is what the
 compiler allocates, and how much is computed.
 """
 

@@ -2,7 +2,7 @@
 
 Training keeps every layer's activations until the backward pass comes back for them; that is most of the memory of a
 deep network. `jaxsub.sublinear(loss, budget=0.2)` returns the same loss with a gradient that keeps a fifth: it
-decides what is worth keeping and makes the rest again when it is needed, and has the compiler confirm the figure.
+decides which values to save, recomputes the rest when it is needed, and has the compiler confirm the figure.
 Nothing else changes: same model, same optimizer, same data, same gradients. So the two loss curves below agree to f32
 rounding, which training amplifies: for comparison the plain run is repeated with each batch in reverse order, which
 changes nothing but rounding. The plan is made first and kept in a file; each run then has a process of its own, so

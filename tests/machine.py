@@ -27,9 +27,9 @@ class Machine:
         live: Buffers by name: `("value", crossing)`, `("kept", stage)`, `("saved", start)`.
         cotangents: Crossings whose cotangent exists.
         backward: Stages whose backward pass has run.
-        again: How often each stage was executed again by nests.
+        again: How often nests recomputed each stage.
         peak_bytes: The most that was live.
-        extra_flops: What was executed again.
+        extra_flops: FLOPs that were recomputed.
     """
 
     chain: Chain
@@ -177,7 +177,7 @@ def _moved(stage: Stage, s: int) -> Stage:
 
 
 def extra_steps(n: int, slots: int) -> int:
-    """Forward steps that binomial checkpointing executes again: Griewank and Walther (2000), Proposition 1.
+    """Forward steps that binomial checkpointing recomputes: Griewank and Walther (2000), Proposition 1.
 
     Their count t(n, s) = r n - beta(s + 1, r - 1), beta(s, r) = (s + r over s), is of forward steps that are not
     part of a backward step, the first sweep included, with the chain's input in one of the s slots. Ours holds the
@@ -215,7 +215,7 @@ def random_chain(draw_int: Callable[[int, int], int], n: int, *, n_items: int = 
             options.append(
                 Option((), draw_int(1, 8), draw_int(1, 12), loop_flops, loop_flops=loop_flops, is_region=False)
             )
-        for k in range(draw_int(0, 2)):  # what it saves stands in its backward pass
+        for k in range(draw_int(0, 2)):  # its saved values are live in its backward pass
             saved_bytes = draw_int(1, 8)
             options.append(Option((k,), saved_bytes, saved_bytes + draw_int(0, 6), float(draw_int(0, 9))))
         items.append(Item(start, stop, tuple(options)))

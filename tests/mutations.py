@@ -32,7 +32,7 @@ def peak_bytes():
 
 
 def hostile_bytes():
-    """What may stand in a file, by name."""
+    """Contents of a file, by name."""
 
     def writes(data):
         return lambda file: file.write_bytes(data)
@@ -77,7 +77,7 @@ def mutated_bytes(rng, data):
 
 
 def mutated_store(seed, files, outside):
-    """Change the files of a folder: their bytes, their names, what they are, and what stands beside them."""
+    """Change the files of a folder: their bytes, their names, their kind, and other files beside them."""
     rng = random.Random(seed)
     for file in rng.sample(files, rng.randrange(1, len(files))):
         data = file.read_bytes()

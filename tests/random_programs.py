@@ -118,7 +118,7 @@ def derivatives_of(f, arguments, turn):
     """Results and gradients of a function, and in turn a fourth more, by interpreting their jaxprs.
 
     0: tangents of value and gradients. 1: gradients under `vmap`. 2: the gradient of a function under `vmap`. 3: the
-    gradient of gradients. What stands inside is traced first and once, as JAX's transformations do it.
+    gradient of gradients. The inner program is traced first and once, as JAX's transformations do it.
     """
     w, x, t, batch = arguments
     f, gradient = gradient_of(f, w, x)
@@ -200,7 +200,7 @@ def check(number):
 
 
 def plans_by_budget(program, seed):
-    """The plans for three budgets, as text; one that is refused is planned for the least that it is told of."""
+    """The plans for three budgets, as text; a refused one is planned for the least bytes that the refusal names."""
     texts = []
     for share in np.random.default_rng(seed).uniform(0.05, 0.95, N_BUDGETS):
         asked = Settings(Budget.parse(float(share)), verify=False, cache=False, progress=False)

@@ -1,7 +1,7 @@
 """Random programs: a list of steps over a growing list of 4 x 4 arrays.
 
 Every step is smooth enough, and bounded, so that second derivatives can be compared. It is jitted, so that JAX
-differentiates it once in the plain program, however many programs it stands in; plans are made of its equations all
+differentiates it once in the plain program, however many programs contain it; plans are made of its equations all
 the same.
 """
 

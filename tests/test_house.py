@@ -38,7 +38,7 @@ flax: linen nnx overrides __init__
 equinox: filtered __init__
 show: __init__ curves text chart plot html
 """
-"""Folders in the order in which data flows, and the modules of each: a module imports only what stands before it."""
+"""Folders in the order in which data flows, and the modules of each: a module imports only modules before it."""
 
 FRONT = ("__init__", "commands", "cli", "__main__")
 DOWNWARD = {
@@ -220,7 +220,7 @@ def test_every_public_name_is_explained(name):
 
 @pytest.mark.parametrize("name", getattr(jaxsub, "__all__", ()))
 def test_every_public_function_explains_its_arguments(name):
-    """Each argument of a public function stands in its docstring."""
+    """The docstring of a public function names each argument."""
     item = getattr(jaxsub, name)
     if inspect.isfunction(item):
         doc = inspect.getdoc(item) or ""

@@ -64,7 +64,7 @@ def test_a_notebook_is_stored_as_it_ran(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_says_nothing_of_a_machine(path):
-    """No folder of the machine that ran a notebook stands in it."""
+    """No notebook names a folder of the machine that ran it."""
     notebook = nbformat.read(path, as_version=4)
     assert [found for text in texts(notebook) for found in PATHS.findall(text)] == []
 

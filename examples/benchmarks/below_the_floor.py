@@ -3,7 +3,7 @@
 Llama-3.2-1B's sizes as people train it (`examples/league/decoder.py`): 16 layers in a scan, 128,256 words, batch
 4 x 4096, bf16 compute, f32 weights, value and gradient of the loss, for an H100 that is not there. By hand what
 `jax.checkpoint` round the scan's body gives; then `jaxsub` at memories far below, with cuDNN's attention, and with
-XLA's, whose scores stand in the open. FLOPs are those of the traced gradient's products, kernels of attention apart.
+XLA's, whose scores are materialised. FLOPs are those of the traced gradient's products, kernels of attention apart.
 
     python examples/benchmarks/below_the_floor.py                       # all; resumed where it was stopped
     python examples/benchmarks/below_the_floor.py --only cudnn/13        # one of them

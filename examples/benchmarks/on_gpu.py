@@ -1,4 +1,4 @@
-"""On a GPU that is there: what was said of it when it was not, and how fast plans run. One command, under nine minutes.
+"""On a present GPU: check the predictions made for it while absent, and time plans. One command, under nine minutes.
 
 A small Llama, a ResNet-50 and an unrolled LSTM, each plainly, by hand (`jax.checkpoint` round every block), and planned
 at the memory that by hand needs. Of each: temporaries that the GPU's compiler allocates and those that it was said to

@@ -3,7 +3,7 @@
 Left, a chain of n layers under the recursion g(n) = k + g(n / (k + 1)) for k = 1, 2, 3, compiled, beside the paper's
 k · log_{k+1}(n). Right, forward passes against memory on 64 layers: the recursion, Griewank and Walther's binomial
 schedules (revolve), which are optimal where every layer costs the same and keeps only its input, and `jaxsub`'s own
-plans, which may also keep what lies inside a layer.
+plans, which may also save values inside a layer.
 
     python examples/paper/recursion.py            # to 1024 layers
     python examples/paper/recursion.py --quick    # to 64 layers, under two minutes

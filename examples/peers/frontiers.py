@@ -62,7 +62,7 @@ PUBLISHED = {
 """What papers report of these networks: the share of memory that was left, at how many times the plain step's time."""
 
 EXPLAINED = {
-    "cpu/densenet-201": "From a quarter of plain's memory on, nothing is executed again: products and convolutions of "
+    "cpu/densenet-201": "From a quarter of plain's memory on, nothing is recomputed: products and convolutions of "
     "the traced gradient are those of the plain one. A percent of FLOPs between these plans, and between them and "
     "convolutions saved, is elementwise arithmetic that XLA's fusions do in more than one place, most of all in the "
     "plain gradient.",

@@ -1,9 +1,9 @@
 """What people use instead, re-expressed for JAX from its sources, and measured by the same compiler.
 
-What is written by hand stands in `examples/measuring.py`, for it serves other benchmarks too. Here are the rest. As
+Plans by hand are in `examples/measuring.py`, which serves other benchmarks too. Here are the rest. As
 planners on the stages that `jaxsub` sees, without its gradient barriers: Alpa's division into layers of equal FLOPs
 (Zheng et al., OSDI 2022, `automatic_remat`), and the memory budget of PyTorch's partitioner (a minimum cut over what is
-cheap to make again, He and Yu, MLSys 2023, then a knapsack over what to save). Chen et al.'s greedy segments are
+cheap to recompute, He and Yu, MLSys 2023, then a knapsack over what to save). Chen et al.'s greedy segments are
 `jaxsub`'s own `planner="chen"`, its barriers taken away. Haliax's nested scan is `nested_scan`. XLA's own
 rematerialisation pass, which runs on GPUs where a program does not fit, is `by_xla`; on the CPU there is none.
 """
@@ -54,7 +54,7 @@ def by_xla(loss: Callable, args: tuple[Any, ...], target: str, share: float) -> 
     """A gradient compiled for a GPU so small that XLA's own rematerialisation pass runs.
 
     The compile is done here rather than by `jaxsub`, for the program's text is needed: the pass clones fusions,
-    products among them, and clones are what is executed again. It leaves calls alone: convolutions, which are cuDNN's,
+    products among them, and clones are the recompute. It leaves calls alone: convolutions, which are cuDNN's,
     and products where XLA finds no tiles for one of them, so that all are cuBLAS's.
     JAX's platform must be the CPU.
 
@@ -161,10 +161,10 @@ def _divided(flops: np.ndarray, crossing: Sequence[float], layers: int, most: fl
 
 @dataclass(frozen=True, slots=True)
 class Knapsack:
-    """PyTorch's partitioner: what is cheap is made again; of the rest, save within a share of the bytes.
+    """PyTorch's partitioner: recompute cheap results; of the rest, save within a share of the bytes.
 
     Attributes:
-        share: Of the bytes that are saved when only what is cheap is made again.
+        share: Of the bytes that are saved when only cheap results are recomputed.
     """
 
     share: float
@@ -185,17 +185,17 @@ def _knapsack(options: Sequence[Sequence[Option]], budget_bytes: float) -> list[
     unit = max(budget_bytes / KNAPSACK_SLOTS, 1.0)
     costs = np.zeros(KNAPSACK_SLOTS + 1)
     choices = []
-    for offered in options:
-        candidates = np.full((len(offered), KNAPSACK_SLOTS + 1), np.inf)
-        for i, option in enumerate(offered):
+    for stage_options in options:
+        candidates = np.full((len(stage_options), KNAPSACK_SLOTS + 1), np.inf)
+        for i, option in enumerate(stage_options):
             weight = int(option.saved_bytes // unit)
             if weight <= KNAPSACK_SLOTS:
                 candidates[i, weight:] = costs[: KNAPSACK_SLOTS + 1 - weight] + option.recompute_flops
         choices.append(candidates.argmin(0))
         costs = candidates.min(0)
     chosen, slot = [], KNAPSACK_SLOTS
-    for offered, choice in zip(reversed(options), reversed(choices), strict=True):
-        option = offered[choice[slot]]
+    for stage_options, choice in zip(reversed(options), reversed(choices), strict=True):
+        option = stage_options[choice[slot]]
         chosen.append(option)
         slot -= int(option.saved_bytes // unit)
     return chosen[::-1]

@@ -155,14 +155,14 @@ def test_no_mirror_counts_is_the_normal_gradient():
 
 
 def test_one_level_of_segments_by_hand():
-    """Each segment is executed again just before its own gradients (Fig. 3)."""
+    """Each segment is recomputed just before its own gradients (Fig. 3)."""
     schedule = gradient_graph(chain(6), [1, 1, 0, 1, 1, 0], needs=LEAST_NEEDS)
     names = ["".join(("FMG"[("forward", "mirror", "gradient").index(s.role)], str(s.node))) for s in schedule.steps]
     assert names[6:] == ["M3", "M4", "G5", "G4", "G3", "M0", "M1", "G2", "G1", "G0"]
 
 
 def test_two_levels_of_segments_by_hand():
-    """Inside a segment that is executed again, segments with m(v) = 2 are executed once more, on its first copies."""
+    """Inside a recomputed segment, segments with m(v) = 2 are recomputed from its first copies."""
     counts = [2, 2, 1, 2, 2, 1, 0]
     schedule = gradient_graph(chain(7), counts, needs=LEAST_NEEDS)
     names = [f"{s.role[0]}{s.node}.{s.copy}" for s in schedule.steps[7:]]

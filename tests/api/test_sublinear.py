@@ -268,7 +268,7 @@ def test_integer_arguments_named_by_argnums():
 
 
 def test_what_is_no_array():
-    """All arguments that are no arrays are named at once."""
+    """All arguments that are not arrays are named at once."""
     with pytest.raises(jaxsub.UnsupportedError, match="arg1 is a str, mode is a str"):
         predicted(lambda w, a, mode: w)(1.0, "a", mode="b")
     with pytest.raises(TypeError, match="budget by name"):

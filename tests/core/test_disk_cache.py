@@ -107,7 +107,7 @@ def test_a_store_is_plain_data(tmp_path):
 
 @pytest.mark.parametrize("make", hostile_bytes().values(), ids=hostile_bytes().keys())
 def test_what_is_in_a_file_may_be_anything(tmp_path, make):
-    """Whatever stands in a file, it is as good as nothing there, within a second and 200 MB, and is written over."""
+    """A file with any content counts as missing, within a second and 200 MB, and is overwritten."""
     file = filled(tmp_path)
     make(file)
     start, before = time.monotonic(), reset_peak_bytes()
@@ -133,7 +133,7 @@ def test_a_foreign_entry_is_not_believed(tmp_path):
 
 
 def links_to(target):
-    """What may stand in a folder in the place of a file."""
+    """Make the things that a folder may have in place of a file."""
     return {
         "symlink": lambda file: file.symlink_to(target),
         "pipe": lambda file: os.mkfifo(file),

@@ -148,7 +148,7 @@ def test_barriers_that_are_not_in_order(barriers):
 
 
 def test_mirror_counts_by_hand():
-    """m(v) is the number of segments v stands in, less those it closes."""
+    """m(v) is the number of segments that contain v, less those that v ends."""
     nested = Segment(0, 7, (), (Segment(0, 3), Segment(3, 6)))
     assert Plan("f", Budget(), 9, (nested,)).mirror_counts == (2, 2, 1, 2, 2, 1, 0, 0, 0)
     assert Plan("f", Budget(), 3, (Segment(1, 2),)).mirror_counts == (0, 0, 0)

@@ -44,7 +44,7 @@ def some_runs(rng: random.Random, start: int, stop: int, depth: int = 0) -> tupl
 
 @given(st.randoms(use_true_random=False), st.integers(1, 8))
 def test_the_timeline_agrees_with_the_prediction(rng, n):
-    """Its peak is the predicted peak to the byte, and its time three forward passes and what is executed again."""
+    """Its peak is the predicted peak to the byte, and its time three forward passes and the recompute."""
     chain = a_chain(rng, n)
     runs = some_runs(rng, 0, n)
     timeline, predicted = stage_timeline(chain, runs), predict(chain, runs)
@@ -63,7 +63,7 @@ def test_what_is_alive_adds_up(rng, n):
 
 
 def test_regions_run_forward_again_and_backward():
-    """A nest is seen forward and backward, and what stands in it forward again in between."""
+    """A nest runs forward and backward, and its content is recomputed in between."""
     stages = tuple(Stage(s, s + 1, transient_bytes=1) for s in range(4))
     chain = Chain(stages, (), tuple(Crossing(s, s + 1, 1, 0) for s in range(3)))
     nest = chain.nest(0, 3, [chain.recompute(0), chain.recompute(1), Run(2, 3)])

@@ -142,7 +142,7 @@ def test_branches_are_offered_for_less_and_less_memory():
 
 
 def test_a_plan_in_a_region_saves_values():
-    """In a step that is executed again its stages' regions save values, where JAX saves them in nests."""
+    """In a recomputed step its stages' regions save values, where JAX saves them in nests."""
 
     def f(ws, x):
         def step(x, w):

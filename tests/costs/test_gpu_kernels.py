@@ -127,7 +127,7 @@ def test_what_is_made_together_stands_together():
 
 
 def test_orders_by_hand():
-    """One order goes by what stands after each kernel, one by what is needed first for what goes out first."""
+    """One order goes by the live bytes after each kernel, one by the operands of the first output."""
     large = Kernel(0, ("large",), frozenset("x"), (9,))
     small = Kernel(1, ("s",), frozenset("x"), (2,))
     last = Kernel(2, ("out",), frozenset(["large", "s"]), (1,))

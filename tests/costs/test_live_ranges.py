@@ -108,7 +108,7 @@ def test_zeros_stand_from_the_start():
 
 
 def test_a_gpu_makes_again_late():
-    """What a region executes again waits on a GPU until its backward pass reads it; what nothing reads comes last."""
+    """On a GPU a region recomputes a value when its backward pass reads it; values without readers come last."""
     again = [
         Kernel(0, ("x",), frozenset(), (8,)),
         Kernel(1, ("y",), frozenset("x"), (8,)),

@@ -125,7 +125,7 @@ def test_a_region_of_many_layers_stores_what_is_slow():
 
 
 def test_a_gradient_that_joins_a_sum_is_counted_once(store):
-    """One wide weight, read by eight layers: the sum of its gradients lies in its output's place, each new one beside.
+    """One wide weight, read by eight layers: the sum of its gradients is in its output's buffer, each new one beside.
 
     Where each layer has a weight of its own, gradients are outputs and nothing else.
     """
@@ -160,7 +160,7 @@ def lines(n_weights):
 
 
 def test_a_gpu_makes_alike_zeros_together():
-    """A loss at each step: the zeros that its gradients are scattered into stand together, whatever is executed again.
+    """A loss at each step: the zeros that its gradients are scattered into are live together, whatever is recomputed.
 
     Without barriers they are made where they are used. A loss at the last step only has zeros for itself.
     """
@@ -218,7 +218,7 @@ def test_a_gpu_may_add_up_last():
 
 
 def test_a_whole_sum_frees_its_parts(store):
-    """Without barriers: what is added to a weight's gradient is gone once its sum is whole, and no more than that."""
+    """Without barriers: contributions to a weight's gradient are dead after its sum is whole, and nothing else is."""
     w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((32, 256), jnp.float32)
 
     def loss(ws, x):

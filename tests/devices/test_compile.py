@@ -86,7 +86,7 @@ def test_code_that_never_runs_says_the_same_of_memory():
 
 
 def test_sizes_are_those_of_arguments_and_outputs():
-    """Argument and output bytes are the arrays' own, whatever trees they stand in."""
+    """Argument and output bytes are the arrays' own, whatever trees hold them."""
     measured = measure_compiled(gradient(), ARGS)
     weights_bytes = LAYERS * WIDTH * WIDTH * 4
     assert measured.argument_bytes == UNIT_BYTES + weights_bytes

@@ -54,7 +54,7 @@ def residual_shapes(program, plan):
 
 
 def test_one_region_a_segment_nested_alike():
-    """As many regions as segments, each inside the one its segment stands in."""
+    """As many regions as segments, nested in the same way."""
     program = trace(chain, (W, X), {})
     nest = Segment(4, 12, (), (Segment(4, 6), Segment(8, 12, (), (Segment(10, 12),))))
     plan = plan_of(program, Segment(0, 4), nest)
@@ -94,9 +94,9 @@ def test_what_closes_over_other_things_is_not_alike():
 
 
 def test_segments_inside_others_save_values():
-    """What they save is not executed again for them: of eight products two less than where they save nothing.
+    """Their saved values are not recomputed: of eight products two less than where they save nothing.
 
-    With `jax_remat3` JAX would execute it again, and the plan is refused.
+    With `jax_remat3` JAX would recompute them, and the plan is refused.
     """
     program = trace(chain, (W, X), {})
     first, products = program.graph.first_value, []

@@ -134,7 +134,7 @@ def moved_bytes(plan):
 
 @pytest.mark.parametrize(("columns", "is_quicker"), [(2048, False), (2**17, True)])
 def test_time_decides(columns, is_quicker):
-    """Layers of few columns are quicker executed again than fetched over PCIe; of very many columns, fetched."""
+    """Layers of few columns are faster to recompute than to fetch over PCIe; of very many columns, to fetch."""
     args = shapes(columns, 4 * columns, 16)
     alone = plan_of(args, 0.5, verify=False, profile="roofline")
     both = plan_of(args, 0.5, verify=False, offload="pinned_host")
@@ -145,7 +145,7 @@ def test_time_decides(columns, is_quicker):
 
 
 def test_transfers_are_priced_by_the_target():
-    """Each value pays its bytes there and back at the target's PCIe bandwidth, beside what is executed again."""
+    """Each value costs its bytes twice at the target's PCIe bandwidth, beside the recompute."""
     program, target = trace(chain, shapes(2048, 2**16, 4), {}), get_target("h100")
     unit = 2**16 * 2048 * 2
     start, stop = 2, 4

@@ -58,7 +58,7 @@ def test_steps_written_out_are_the_same_function(f):
 @given(at_once=st.integers(2, 4), times=st.integers(1, 4), again=st.booleans(), blocks=st.booleans(),
        share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
 def test_several_steps_at_a_time(at_once, times, again, blocks, share, reverse):
-    """Steps that are written out as one may stand in blocks, or keep what they make, as single steps may."""
+    """Steps unrolled into one may be in blocks, or keep everything, as single steps may."""
     length = at_once * times
 
     def f(ws, x):

@@ -222,7 +222,7 @@ def test_rewritten_loops_compose(transform, way):
 
 @pytest.mark.parametrize("f", [f for f in VARIANTS if f not in (around_dense,)], ids=lambda f: f.__name__)
 def test_estimated_flops_are_traced_flops(f):
-    """What a way is said to execute again is what its gradient has more, counted with the loops' lengths."""
+    """The predicted recompute of a choice is what its gradient has more, counted with the loops' lengths."""
     program = trace(f, (WS, X), {}, argnums=(0, 1))
     (node,) = find_loops(program)
     flops = functools.partial(gradient_flops, args=(WS, X))
@@ -246,7 +246,7 @@ def test_no_offered_way_is_worse_than_another(f):
 
 @pytest.mark.parametrize("length", [13, 24, 31, 67])
 def test_no_step_is_left_over(length):
-    """Blocks are two or more and all alike: one alone is no loop, and what it fills would stand from the start."""
+    """Blocks are two or more, all alike: one alone is no loop, and its stacked values would be live from the start."""
     args = (jnp.tile(WS[:1], (length, 1, 1)), X)
     program = trace(plain, args, {}, argnums=(0, 1))
     (node,) = find_loops(program)
@@ -332,7 +332,7 @@ def rooted_step(x, w):
 
 
 def test_without_a_compiler_a_gpus_loops_are_counted_by_its_rules():
-    """A step that is executed again stores on a GPU what its backward pass of one step does there."""
+    """A recomputed step stores on a GPU what its backward pass of one step does there."""
     program = trace(lambda ws, x: jnp.sum(lax.scan(rooted_step, x, ws)[0]), SHORT, {})
     (node,), gpu = find_loops(program), get_target("h100")
     body = body_program(program, node)

@@ -48,7 +48,7 @@ def loss(model, x):
 
 
 def step_of(loss):
-    """A training step; its flag is no array, and neither is its last result."""
+    """A training step; its flag is static, and so is its last result."""
 
     def step(model, state, x, *, is_scaled=False):
         value, grads = eqx.filter_value_and_grad(loss)(model, x)
@@ -77,7 +77,7 @@ def temp_bytes(lowered):
 
 
 def test_a_step_in_a_memory():
-    """The step fits by the compiler's word, is the plain one's, and what is no array is part of the trace."""
+    """The compiled step fits and equals the plain one; static leaves are part of the trace."""
     planned = jaxsub.sublinear(loss, progress=False)
     step = filter_jit(step_of(planned), memory=0.8, donate="all", **quiet)
     model, state = start()

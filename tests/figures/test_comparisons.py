@@ -154,7 +154,7 @@ def test_tables_and_pictures_need_only_the_results(path, capsys, tmp_path):
 
 @pytest.mark.parametrize("path", [*STORED, EXAMPLES / "results" / "league" / "league.json"], ids=lambda path: path.stem)
 def test_labels_neither_overprint_nor_leave_the_picture(path, monkeypatch, tmp_path):
-    """Of every picture of results, and what lies beyond the axes is said in its label; of peers' pictures, two."""
+    """Of every picture of results, and labels name points beyond the axes; of peers' pictures, two."""
     module, stored, faults, labels = importlib.import_module(path.stem), records.load(path), [], []
 
     def look_over(figure, _):

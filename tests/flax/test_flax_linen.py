@@ -251,7 +251,7 @@ def test_policies_on_a_model_that_nobody_edits(patterns, paths):
 
 @pytest.mark.parametrize("pattern", ["Block", "block", "block.out"])
 def test_policies_inside_nn_scan(pattern):
-    """A module in a loop is matched by its class, its name and its path, once, and its regions stand in the body."""
+    """A module in a loop is matched by its class, its name and its path, once, and its regions are in the body."""
     variables, wanted = plain_step(Scanned)
     with policies({pattern: "save_nothing"}) as swap:
         got = gradient(Scanned(), variables)
@@ -275,7 +275,7 @@ def test_what_matched_is_shown_by_names_of_policies():
 
 
 def test_inner_policies_hold_inside_outer_ones():
-    """A module that saves nothing inside one that saves what is costly: only its own products are made again."""
+    """A module that saves nothing inside one that saves costly results: only its own products are recomputed."""
     variables, _ = plain_step(Net)
 
     def products():

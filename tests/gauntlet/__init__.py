@@ -30,7 +30,7 @@ class Built:
         loss: The function; its gradient is taken of the first argument.
         args: Its arguments.
         has_aux: Whether it returns a pair (loss, aux).
-        value_and_grad: How its library takes gradients: `jax.value_and_grad` or what stands in its place.
+        value_and_grad: How its library takes gradients: `jax.value_and_grad` or its replacement.
         make_step: A function of a loss that returns the train step and its arguments; `None` for a step of Optax.
         rtol: How far a result may lie from the plain function's, as a share of the largest of its array.
     """

@@ -133,7 +133,7 @@ def test_a_train_state_is_restored_under_another_plan(tmp_path):
 
 
 def test_regions_have_names_in_profiles():
-    """What a profiler shows of an operation says which region it stands in."""
+    """A profiler shows the region of an operation."""
     fun = planned(planner="chen")
     step = jaxsub.jit(jax.value_and_grad(fun)).lower(params(), X)
     n_regions = len(fun.plan(params(), X).segments)

@@ -61,7 +61,7 @@ def test_dropout_is_planned(drop, make):
 
 
 def test_a_joined_product_of_a_million_elements():
-    """A product that joins its input, both large, is planned: what is spread lies in the place of what took it in."""
+    """A product that is fused with its large input is planned: a broadcast operand is in the product's buffer."""
 
     def loss(ws, x):
         for w, b, v in ws:

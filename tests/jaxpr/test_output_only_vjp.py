@@ -50,7 +50,7 @@ def layers(w, x):
 
 @by_result
 def test_a_saved_result_spares_the_product_before_it():
-    """A region that saves each tanh executes nothing again; one that saves each product executes each tanh again."""
+    """A region that saves each tanh recomputes nothing; one that saves each product recomputes each tanh."""
     program = trace(layers, (W, X), {})
 
     def again(saved, name):
@@ -69,7 +69,7 @@ def test_a_saved_result_spares_the_product_before_it():
 
 @by_result
 def test_what_goes_out_is_enough():
-    """A run that ends in a tanh has an option that saves no bytes and executes nothing again: it returns enough."""
+    """A run that ends in a tanh has an option that saves no bytes and recomputes nothing: it returns enough."""
     found = choices(trace_run(trace(layers, (W, X), {}), 0, 2))
     assert found[-1].saved_bytes == 0
     assert found[-1].recompute_flops <= ELEMENTWISE_WEIGHT * X.size

@@ -1,4 +1,4 @@
-"""Which tangents reach a result, and that a region is given no others where a loop of unknown length stands in it."""
+"""Which tangents reach a result, and that a region with a loop of unknown length gets no others."""
 
 import chex
 import jax

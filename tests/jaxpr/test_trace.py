@@ -168,7 +168,7 @@ def test_a_fingerprint_tells_programs_apart():
 
 
 def test_once():
-    """What must run once, or touches a reference, may not be executed again."""
+    """Equations that must run once, or touch a reference, may not be recomputed."""
 
     def fun(w):
         ref = jax.new_ref(w)

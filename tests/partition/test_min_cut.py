@@ -1,4 +1,4 @@
-"""What a run may save: the corners of the hull, what lies between them, and what is worth a mark."""
+"""What a run may save: the corners of the hull, choices between them, and values worth a mark."""
 
 from itertools import pairwise
 

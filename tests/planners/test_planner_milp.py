@@ -81,7 +81,7 @@ def stands_in(program: Schedules, state: SimpleNamespace) -> None:
 
 
 def executed(program: Schedules, solved: Solved) -> tuple[int, float]:
-    """Execute a schedule of Checkmate's step by step: its peak in bytes and what it executes again.
+    """Execute a schedule of Checkmate's step by step: its peak in bytes and its recompute.
 
     Buffers are sets of names; nothing is asked of the program but which of its variables are 1.
     """
@@ -337,7 +337,7 @@ def test_names_that_cost_nothing_stay_out_of_nests():
 
 
 def over_milp(chain: Chain, seconds: float, program: type[Schedules] = Schedules) -> list[float]:
-    """By what share `optimal` executes more again than the cheapest schedule found, or plan, at 5 budgets.
+    """By what share `optimal` recomputes more than the cheapest schedule found, or plan, at 5 budgets.
 
     What outputs host is left out of both: for schedules only the most that it could be is known. Less than a thousandth
     of a forward pass is no difference.
@@ -402,7 +402,7 @@ def test_optimal_is_near_milp_on_whole_networks():
 def test_optimal_is_mostly_near_every_schedule_on_whole_networks():
     """On whole networks of the zoo, toys too, schedules that are no regions in each other are seldom 5 % better.
 
-    At 4 of 110 budgets one was: there a stage is executed again from values that no nest may hold alone.
+    At 4 of 110 budgets one was: there a stage is recomputed from values that no nest may hold alone.
     """
     over = [share for model in zoo.MODELS for share in over_milp(network(model), seconds=5)]
     assert statistics.median(over) < 1e-6

@@ -129,7 +129,7 @@ def test_every_budget_gets_the_cheapest_plan_in_least_memory(chain):
 @pytest.mark.parametrize("max_depth", [None, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_left_out_of_the_tables_of_long_chains_changes_no_plan(monkeypatch, seed, max_depth):
-    """What executes more again than all of a plan in as many slots is part of no plan; what executes less may be."""
+    """A run that recomputes more than a whole plan in as many slots is part of no plan; others may be."""
     chain = random_chain(random.Random(seed).randint, 20, n_items=30)
     most_bytes, bound = predict(chain, chain.plain()).temp_bytes, tables._most_flops
 
@@ -235,7 +235,7 @@ def test_uniform_chains_cost_what_griewank_and_walther_say(n):
 
 @given(chains())
 def test_natural_plan_is_the_least_memory_for_its_flops(chain):
-    """Without a budget it is the least memory among plans that execute no more again than allowed."""
+    """Without a budget it is the least memory among plans that recompute no more than allowed."""
     allowed = TUNING.natural_share * chain.forward_flops
     prediction = Optimal()(chain).prediction
     assert prediction.temp_bytes == min(n_bytes for n_bytes, flops in points(chain) if flops <= allowed + 1e-5)
@@ -332,7 +332,7 @@ def test_least_bytes_of_a_refusal_work():
 
 
 def test_free_plans_are_optimal_and_plain_fits_its_own_budget():
-    """With the plain program's bytes nothing is executed again, and the plan says that it is optimal."""
+    """With the plain program's bytes nothing is recomputed, and the plan says that it is optimal."""
     chain = network(33)
     plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes)
     assert plan.prediction.extra_flops == 0
@@ -341,7 +341,7 @@ def test_free_plans_are_optimal_and_plain_fits_its_own_budget():
 
 
 def test_values_are_saved_inside_nests_too():
-    """Near the least memory that spares much; where JAX would make them again, they are saved at the top level only.
+    """Near the least memory that spares much; where JAX would recompute them, they are saved at the top level only.
 
     What ends a nest saves nothing.
     """
@@ -381,7 +381,7 @@ def test_planning_time(n, most_seconds):
                                                (63, 5.09, 9, False)]
 )  # fmt: skip
 def test_of_a_long_chain_fewer_regions_are_taken(n, extra, temp_bytes, is_taken):
-    """If they need no more and execute as much again but for a thousandth of a forward pass."""
+    """If they need no more and recompute as much up to a thousandth of a forward pass."""
     chain = uniform(n)
     many = (*(chain.recompute(s) for s in range(n - 1)), Run(n - 1, n))
     few = (chain.nest(0, n - 1), Run(n - 1, n))
@@ -390,7 +390,7 @@ def test_of_a_long_chain_fewer_regions_are_taken(n, extra, temp_bytes, is_taken)
 
 
 def regions(n: int, long: Option) -> tuple[Chain, tuple[Run, ...]]:
-    """A chain whose stages may each be a region that keeps 2 + 1 bytes and executes one FLOP again, and a long run."""
+    """A chain whose stages may each be a region that keeps 2 + 1 bytes and recomputes one FLOP, and a long run."""
     chain, short = uniform(n), Option((0,), 2, 5, 1.0)
     items = (*(Item(s, s + 1, (Option((), 0, 5, 3.0), short)) for s in range(n - 1)), Item(0, n - 1, (long,)))
     return replace(chain, items=items), (Run(0, n - 1, long), Run(n - 1, n))
@@ -401,7 +401,7 @@ def regions(n: int, long: Option) -> tuple[Chain, tuple[Run, ...]]:
     [(11, 20, 4.0, 5), (12, 20, 4.0, 5), (10, 20, 4.0, 2), (11, 20, 3.9, 2), (11, 4, 4.0, 2)],
 )
 def test_long_regions_stand_split_regions_that_cost_no_more(kept, transient, flops, n_runs):
-    """Not where the pieces keep a byte more, execute more again, or are predicted to need more."""
+    """Not where the pieces keep a byte more, recompute more, or are predicted to need more."""
     chain, runs = regions(5, Option((0, 1, 2, 3), kept, transient, flops))
     assert len(split_regions(chain, runs)) == n_runs
 

@@ -194,7 +194,7 @@ def test_of_plans_that_fit_the_better_is_kept(better, worse):
 
 
 def test_recursion_is_expected_to_compile_long():
-    """The more is executed again, the longer a plan is expected to compile; the plain one takes what it took."""
+    """The more is recomputed, the longer a plan is expected to compile; the plain one takes what it took."""
     assert expected_compile_seconds(measured(0, 0, 1), 4.0) == 4.0
     assert 4.0 < expected_compile_seconds(measured(5, 0, 1), 4.0) < expected_compile_seconds(measured(10, 0, 1), 4.0)
     deep = Plan.from_mirror_counts([5] * 1024, fingerprint="f")  # the average of halving 1024 layers

@@ -271,7 +271,7 @@ def by_equinox(policy):
 @pytest.mark.parametrize("wrap", [by_jax, by_linen, by_nnx, by_equinox])
 @pytest.mark.parametrize("name", ["save_all", "save_costly", "save_costly(+sin)"])
 def test_where_jax_ignores_policies_ours_raise(wrap, name, request):
-    """With jax_remat3 a policy of ours is carried out or refused, whoever hands it to JAX and whenever it was made."""
+    """With jax_remat3 a policy of ours is applied or refused, however it is passed to JAX and whenever it was made."""
     policy, x = policies.get(name), jnp.ones((4, 3))
     request.getfixturevalue("remat3")
     wrapped = wrap(policy)

@@ -4,8 +4,8 @@
 
 takes class `RematTest` from a checkout of the installed version of JAX, rewrites the calls, and runs each test twice:
 with a plan of our own making, counted and not compiled (some tests count compiles), and with a plan that makes the
-whole function one region, as `jax.checkpoint` does. What fails must stand in the table below with its reason, and what
-stands there must fail; otherwise it exits with 1.
+whole function one region, as `jax.checkpoint` does. A test that fails must be in the table below with its reason, and
+one in the table must fail; otherwise it exits with 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ checkpoint = jax.checkpoint
 
 
 def substitute(options: dict[str, Any]) -> Any:
-    """What stands in the place of `jax.checkpoint`: it itself where a policy or `prevent_cse` is given."""
+    """Replace `jax.checkpoint`, except where a policy or `prevent_cse` is given."""
 
     def wrap(fun: Any = None, *, static_argnums: Any = (), **kwargs: Any) -> Any:
         if fun is None:
@@ -103,7 +103,7 @@ def main() -> int:
                 print(text)
         for name in sorted(set(reasons) - bare - set(failed)):
             wrong += 1
-            print(f"  {name} passes, and stands in the table")
+            print(f"  {name} passes, but is in the table")
     return min(wrong, 1)
 
 

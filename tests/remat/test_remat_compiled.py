@@ -89,7 +89,7 @@ def test_concreteness_error_includes_user_code(static):
 
 
 def test_name_stack_annotation():
-    """Named scopes of the user stand in the backward pass, once under what is executed again."""
+    """The user's named scopes are in the backward pass, once under recomputation."""
 
     @whole
     def f(x, ws):

@@ -178,7 +178,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMED)
 def test_policies_round_loops_and_branches(name, policy):
-    """Under a policy of the user's a planned function executes again what the plain one does; gradients too."""
+    """Under a policy of the user's a planned function recomputes what the plain one does; gradients too."""
     f, x = NAMED[name]()
     found, wanted = (backward(jax.checkpoint(g, policy=POLICIES[policy]), x) for g in (plain(f), f))
     assert found == wanted
@@ -188,7 +188,7 @@ def test_policies_round_loops_and_branches(name, policy):
 
 
 def test_remat_of_cond():
-    """A branch in a region: only what its backward pass reads is executed again."""
+    """A branch in a region: only what its backward pass reads is recomputed."""
     flat = lambda x: lax.cond(x > 0.0, lambda c: (jnp.sin(c), jnp.sin(c)), lambda c: (jnp.sin(c), c), x)  # noqa: E731
     deep = lambda x: lax.cond(x > 0.0, sines, lambda c: c, x)  # noqa: E731
     for f in (flat, deep):

@@ -30,7 +30,7 @@ import jaxsub
     ids=["all", "names", "nothing"],
 )
 def test_remat_custom_policy(inner, primitives, sin, cos):
-    """What a plan saves is not executed again, what it does not is."""
+    """Saved values of a plan are not recomputed, all others are."""
 
     def f(x):
         return checkpoint_name(jnp.sin(inner(checkpoint_name(jnp.sin(x), "sin"))), "sin")
@@ -109,7 +109,7 @@ def check_rule(sin, modes):
 
 
 def test_remat_custom_jvp_policy():
-    """A rule of the user's own keeps in a region that saves what stands before it, in loops too."""
+    """A rule of the user's own holds in a region that saves values before it, in loops too."""
     check_rule(ruled(True), ["fwd", "rev"])
 
 
@@ -134,7 +134,7 @@ def test_remat_custom_jvp_linear_policy():
 
 
 def test_constants_not_hoisted():
-    """Constants that a region makes are made again, not stored."""
+    """Constants that a region makes are recomputed, not stored."""
     x = jnp.ones((2, 2))
     functions = (lambda x: jnp.einsum("ii->i", x), lambda x: jnp.zeros_like(x) * jnp.sin(x))
     assert [stored(whole(f), x) for f in functions] == [[], []]

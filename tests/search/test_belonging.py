@@ -77,7 +77,7 @@ def bases():
 
 
 def test_the_plans_that_are_changed_hold_everything():
-    """Labels, digests, what stands in memory, seconds: beside what is written above, nothing is empty."""
+    """Labels, digests, live values, seconds: beside what is written above, nothing is empty."""
     plan = bases()[0]
     assert all((plan.timeline.pieces, plan.timeline.spans, plan.barriers, plan.holdings, plan.equations))
     assert plan.prediction.step_seconds

@@ -1,4 +1,4 @@
-"""Mirror counts by name: values that bear a name are saved or made again as wished, whatever the planner."""
+"""Mirror counts by name: named values are saved or recomputed as the user says, whatever the planner."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ PLANNERS = [*names(), "recursive(1)", "revolve(2)", Halves()]
     "counts", [{"wide": 0}, {"wide": 1}, {"narrow": 0, "wide": 2}, {"wide": 0, "narrow": 0}], ids=str
 )
 def test_every_planner_honours_wishes(planner, counts):
-    """Values to be saved are made once, values to be made again are, and gradients stay what they are."""
+    """Values to save are made once, values to recompute are recomputed, and gradients do not change."""
     f = jaxsub.sublinear(loss, planner=planner, mirror=counts, verify=False, cache=False)
     for name, count in counts.items():
         made = executions(f, name)
@@ -81,13 +81,13 @@ def test_every_planner_honours_wishes(planner, counts):
 @by_remat2
 @pytest.mark.parametrize("planner", ["recursive(1)", "optimal"])
 def test_without_wishes_planners_do_otherwise(planner):
-    """The check can fail: left alone, planners make the values again."""
+    """The check can fail: left alone, planners recompute the values."""
     assert executions(jaxsub.sublinear(loss, planner=planner, verify=False, cache=False), "wide") > LAYERS
 
 
 @by_remat2
 def test_wishes_are_measured_with_the_plan():
-    """With a budget the plan that honours the wish is compiled and fits; with all of it, the wish still holds."""
+    """With a budget the plan that keeps the override is compiled and fits; with all memory the override still holds."""
     for budget in (0.6, 1.0):
         f = jaxsub.sublinear(loss, budget=budget, mirror={"wide": 1}, cache=False)
         plan = f.plan(*arguments())
@@ -116,7 +116,7 @@ def test_counts_that_are_none_are_refused(count):
 
 
 def test_what_runs_once_is_not_made_again():
-    """A wish that would execute a side effect twice is refused, with the effect's line."""
+    """An override that would recompute a side effect is refused, with the effect's line."""
 
     def told(w, x):
         y = checkpoint_name(jnp.tanh(x @ w), "y")

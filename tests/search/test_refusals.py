@@ -11,7 +11,7 @@ from jaxsub.search.verify import Verifier
 
 
 def test_where_nothing_helps_the_least_is_the_function_as_it_is():
-    """One layer's gradient cannot be made smaller by recomputation: no larger plan is offered as the least."""
+    """One layer's gradient cannot be made smaller by recomputation: no larger plan is named as the least."""
 
     def layer(w, x):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))

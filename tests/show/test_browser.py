@@ -97,7 +97,7 @@ def test_a_card_that_is_too_wide_is_found(laid_out):
 
 
 def test_cards_are_read_in_light_and_dark(laid_out):
-    """A card takes the theme of what it stands in, and its text keeps its contrast."""
+    """A card takes the theme of the page around it, and its text keeps its contrast."""
     for (name, theme, _), each in laid_out.items():
         if name != "too wide":
             assert each["dark"] == (theme == "dark")
@@ -105,7 +105,7 @@ def test_cards_are_read_in_light_and_dark(laid_out):
 
 
 def test_the_theme_and_the_width_change_no_content(laid_out):
-    """The same tiles, charts, rows and words stand in a card in every theme and width."""
+    """A card has the same tiles, charts, rows and words in every theme and width."""
     for name in {key[0] for key in laid_out}:
         found = [each for key, each in laid_out.items() if key[0] == name]
         assert len({(*each["parts"], each["text"]) for each in found}) == 1

@@ -132,7 +132,7 @@ def test_a_page_holds_together(plan):
 
 
 def test_a_hostile_name_is_shown_as_text():
-    """Markup in a name stands in the page as text and in its data as an escape."""
+    """Markup in a name is text in the page and escaped in its data."""
     html = page(PLANS["hostile"])
     assert '<script>alert("x")' not in html
     assert "&lt;script&gt;alert(" in html

@@ -133,7 +133,7 @@ def test_opened_steps_are_stored(half):
 
 
 def test_blocks_say_what_stands_at_once():
-    """A loop in blocks names its blocks; what stands at once is the blocks' starts and one block's steps."""
+    """A loop in blocks names its blocks; live at once are the blocks' starts and one block's steps."""
     plan = jaxsub.plan(lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x * w), None), x, w)[0].sum(),
                        jnp.ones((256, 64)), jnp.ones((4096, 64)), verify=False, chunks=False)  # fmt: skip
     (steps,), (loop,) = plan.steps, plan.loops
