@@ -1,19 +1,19 @@
-"""A chain: stages, what each may save, and what it all costs. This is all that a planner sees.
+"""The chain: stages, their options and their costs. Planners see nothing else.
 
-A program is cut into **stages** at points where few bytes cross; stage `s` runs forward from what crosses cut `s`
-and its backward pass runs from the cotangents of what crosses cut `s + 1`. A planner answers with a sequence of
+A program is cut into **stages** at points where few bytes cross; stage `s` runs forward from the values that cross cut
+`s`, and its backward pass runs from the cotangents of those that cross cut `s + 1`. A planner returns a sequence of
 `Run`s that covers the stages. A run is one of three things:
 
 * a **region** with an `Option`: one `jax.checkpoint` that saves the option's values and recomputes the rest;
-* a **nest**, with children: one `jax.checkpoint` that saves nothing; run forward again, its children hold inside;
-* **unwrapped**, with neither: what the compiler keeps of it stays until its backward pass.
+* a **nest**, with children: one `jax.checkpoint` that saves nothing; its recompute runs as the children say;
+* **unwrapped**, with neither: its residuals, as the compiler chooses them, are live until its backward pass.
 
 `jaxsub.core.simulate.predict` replays such a sequence in exact bytes.
 
 Sources: the chain model of Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, *Optimal checkpointing for heterogeneous
 chains* (2019), with options inside stages as in Zhao et al., *Rockmate* (ICML 2023). Ours in addition: values that
-cross many cuts are counted once where they are made, and cotangents that pass over a stage. Of weights that several
-stages share, the sum of gradients stands in its output's place; each new contribution is part of a stage's transient.
+cross many cuts are counted once where they are made, and cotangents that pass over a stage. Where several stages share
+a weight, the sum of its gradients is in its output's buffer; each new contribution is part of a stage's transient.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxsub.core.decisions import Way
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a region.
+    """One choice of saved values for a region, with its costs.
 
     Attributes:
-        saved: The values it saves, as offsets from the first value the region makes.
-        saved_bytes: What it keeps on the device between its passes beyond what crosses the cuts; below zero where it
-            takes more of what crosses the cut before it off the device.
-        transient_bytes: What its own backward pass allocates, the saved values included.
-        recompute_flops: FLOPs executed again in its backward pass, weighed as `jaxsub.jaxpr.flops` says.
+        saved: The saved values, as offsets from the first value that the region makes.
+        saved_bytes: Bytes that are live on the device between its passes beyond crossing values; below zero where it
+            offloads more of the values that cross into it.
+        transient_bytes: Bytes that its own backward pass allocates, saved values included.
+        recompute_flops: FLOPs that its backward pass recomputes, weighed as in `jaxsub.jaxpr.flops`.
         recompute_seconds: The same in seconds, where known.
         loops: How loops and conditionals in it run, where not plainly.
-        loop_flops: The share of `recompute_flops` that those execute again wherever the region stands.
-        is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may do without.
+        loop_flops: The part of `recompute_flops` that these recompute, wherever the region is.
+        is_region: Whether it is a `jax.checkpoint` region; a loop that saves its own steps may not need one.
         loop_seconds: `loop_flops` in seconds, where known.
         saved_sizes: Bytes of each of the values that `saved_bytes` counts, where known.
-        offloaded: Those of `saved` that are kept in host memory; below zero what it reads from stages before it.
+        offloaded: Those of `saved` that are in host memory; negative offsets are values of earlier stages.
     """
 
     saved: tuple[int, ...] = ()
@@ -66,27 +66,27 @@ class Stage:
     Attributes:
         start: Its first node.
         stop: The node after its last.
-        kind: Stages of one kind are the same program; they share every figure.
+        kind: Stages of one kind are the same program; they share all costs.
         forward_flops: FLOPs of its forward pass.
-        tail_flops: FLOPs of what its own backward pass reads: what recomputing it costs, last in a region.
-        forward_bytes: What its forward pass alone allocates beside its inputs and outputs.
-        transient_bytes: What its backward pass allocates when nothing of it is saved: recomputation included.
-        keep_bytes: What the compiler keeps of it until its backward pass when it stands unwrapped.
-        keep_transient_bytes: What its backward pass then allocates, the kept included.
+        tail_flops: FLOPs of the values that its own backward pass reads: the recompute of a region's last stage.
+        forward_bytes: Bytes that its forward pass alone allocates beside its inputs and outputs.
+        transient_bytes: Bytes that its backward pass allocates when nothing of it is saved, recompute included.
+        keep_bytes: Bytes of its residuals when it is unwrapped.
+        keep_transient_bytes: Bytes that its backward pass then allocates, residuals included.
         made_bytes: Bytes of all values it makes (the paper's sum of size-of-output over its nodes).
         first_value: The first value it makes; options' offsets count from there.
-        hoisted_bytes: What the compiler makes ahead for it in a region, and keeps: items' options count it as saved.
-        forward_seconds: How long its forward pass takes, where known.
-        backward_seconds: How long its backward pass takes when nothing is executed again, where known.
+        hoisted_bytes: Bytes that the compiler hoists out of it in a region: items' options count them as saved.
+        forward_seconds: Seconds of its forward pass, where known.
+        backward_seconds: Seconds of its backward pass without recompute, where known.
         tail_seconds: `tail_flops` in seconds, where known.
         keep_sizes: Bytes of each of the values that `keep_bytes` counts, where known.
         gradient_sizes: Bytes of gradients that the program returns and that are written from its backward pass on.
         joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
-        summed_bytes: Bytes of all that was so added to sums which are whole once its backward pass has run.
-        summed_sizes: Bytes of gradients that are such sums: without barriers they are written when they are whole.
-        partial_bytes: What of `keep_bytes` is gone before its backward pass writes any gradient: products in parts.
-        operand_bytes: What contributions to such sums are made from, where a GPU may make them last.
-        ahead_bytes: What of `keep_bytes` stands only because gradient barriers keep stages apart that need alike zeros.
+        summed_bytes: Bytes of all contributions to sums that are complete after its backward pass.
+        summed_sizes: Bytes of gradients that are such sums: without barriers they are written when complete.
+        partial_bytes: The part of `keep_bytes` that is dead before its backward pass writes a gradient: split-K parts.
+        operand_bytes: Bytes of the operands of contributions to such sums, where a GPU may compute them last.
+        ahead_bytes: The part of `keep_bytes` that is live only because barriers separate stages that need equal zeros.
     """
 
     start: int
@@ -116,12 +116,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A run of stages that may stand as one region at the top level, and its options.
+    """A run of stages that may be one region at the top level, and its options.
 
     Attributes:
         start: Its first stage.
         stop: The stage after its last.
-        options: What it may save; the first saves least.
+        options: Its options; the first saves least.
     """
 
     start: int
@@ -139,7 +139,7 @@ class Crossing:
         n_bytes: Their bytes beside the program's outputs.
         cotangent_bytes: Bytes of their cotangents; 0 where no gradient flows.
         sizes: Bytes of each of the values that `n_bytes` counts, where known.
-        is_spent: Whether `last`, unwrapped, reads them no more and keeps in their place what it made of them.
+        is_spent: Whether they are dead after the forward pass of `last`, unwrapped, which keeps other values instead.
     """
 
     made: int
@@ -152,13 +152,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A planner's answer for stages `start` to `stop - 1`; see the module docstring.
+    """A planner's decision for stages `start` to `stop - 1`; see the module docstring.
 
     Attributes:
         start: Its first stage.
         stop: The stage after its last.
         option: The option of a region; `None` for a nest or an unwrapped run.
-        children: What holds inside a nest; they cover its stages.
+        children: The runs inside a nest; they cover its stages.
     """
 
     start: int
@@ -169,21 +169,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan is expected to cost.
+    """The predicted costs of a plan.
 
     Attributes:
-        temp_bytes: Peak of what the compiler allocates beside arguments and outputs.
-        extra_flops: FLOPs executed again, elementwise work weighed down; weighed by how long they take where a plan
-            minimises seconds.
+        temp_bytes: Peak bytes that the compiler allocates beside arguments and outputs.
+        extra_flops: Recomputed FLOPs, with a low weight for elementwise work; weighed by seconds where a plan minimises
+            seconds.
         forward_flops: FLOPs of one forward pass, weighed alike.
-        peak_at: The stage whose forward or backward pass holds the peak.
+        peak_at: The stage whose forward or backward pass has the peak.
         origin: Where the figures come from: `analytic`, `compiled` or `measured`.
-        extra_seconds: How long it takes to execute those FLOPs again, but for `untimed`; `None` where nobody knows.
-        step_seconds: How long value and gradient take without that; `None` where nobody knows.
+        extra_seconds: Seconds of the recompute, without `untimed`; `None` where unknown.
+        step_seconds: Seconds of value and gradient without recompute; `None` where unknown.
         seconds_origin: Where the seconds come from: `roofline`, `roofline, nominal` (of a device whose figures are a
             guess) or `profiled`; empty where there are none.
         minimises: `flops`, or `seconds` where FLOPs are weighed by them.
-        untimed: Regions that nobody has timed yet: first node, the node after the last, and offsets of what they save.
+        untimed: Regions without seconds yet: first node, the node after the last, and offsets of saved values.
     """
 
     temp_bytes: int
@@ -198,7 +198,7 @@ class Prediction:
     untimed: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     def faults(self, n_nodes: int) -> Iterator[str]:
-        """What no replay predicts of a program of so many nodes, by field."""
+        """Say what no replay predicts of a program of so many nodes, by field."""
         for name in ("temp_bytes", "extra_flops", "forward_flops", "peak_at", "extra_seconds", "step_seconds"):
             if ((figure := getattr(self, name)) or 0) < 0:
                 yield f"{name}: {figure} is below zero"
@@ -213,15 +213,15 @@ class Chain:
 
     Attributes:
         stages: The stages, in order; they cover the program.
-        items: Runs of stages that may stand as one region, in any order.
-        crossings: What crosses the cuts.
+        items: Runs of stages that may be one region, in any order.
+        crossings: The values that cross cuts.
         fingerprint: The program's fingerprint; plans carry it.
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
         seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where none are.
         minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
-        has_timed_options: Whether regions say how many seconds they take; otherwise only stages do, and ways to run
-            loops, and the regions of a plan are timed when it is chosen.
-        saves_in_nests: Whether regions may save values inside nests; JAX's `jax_remat3` makes them again.
+        has_timed_options: Whether options have seconds; otherwise only stages and loops do, and the regions of a plan
+            are timed when it is chosen.
+        saves_in_nests: Whether regions may save values inside nests; JAX's `jax_remat3` recomputes them.
     """
 
     stages: tuple[Stage, ...]
@@ -255,12 +255,12 @@ class Chain:
 
     @cached_property
     def cotangent_bytes(self) -> np.ndarray:
-        """`[s, q]`: bytes of cotangents of what stages `s .. q - 1` make and others at or after `q` read."""
+        """`[s, q]`: bytes of cotangents of values that stages `s .. q - 1` make and others at or after `q` read."""
         return self._made_and_crossing([c.cotangent_bytes for c in self.crossings])
 
     @cached_property
     def passing_bytes(self) -> np.ndarray:
-        """`[s, q]`: bytes of cotangents that stand while `s .. q - 1` runs backward: made before `s`, used from `q`."""
+        """`[s, q]`: bytes of cotangents live while `s .. q - 1` runs backward: made before `s`, used from `q`."""
         n = len(self.stages)
         table = np.zeros((n + 1, n + 2), dtype=np.int64)
         for c in self.crossings:
@@ -270,11 +270,11 @@ class Chain:
         return np.cumsum(table[:, ::-1], axis=1)[:, ::-1][:n, : n + 1]
 
     def held_bytes(self, cut: int) -> int:
-        """Bytes of the cotangents that stand when the backward pass reaches cut `cut`."""
+        """Sum the bytes of cotangents that are live when the backward pass reaches cut `cut`."""
         return int(self.cotangent_bytes[0, cut]) if cut else 0
 
     def kept_bytes(self, run: Run) -> int:
-        """What a run keeps from its forward to its backward pass beyond what crosses the cuts at its ends."""
+        """Sum the bytes that are live between a run's passes beyond the values that cross the cuts at its ends."""
         if run.children:
             return sum(s.hoisted_bytes for s in self.stages[run.start : run.stop])
         if run.option is not None:
@@ -285,16 +285,16 @@ class Chain:
         return inside + max(0, made - crossing)
 
     def plain(self) -> tuple[Run, ...]:
-        """The runs of no rematerialisation at all: every stage unwrapped."""
+        """Make the runs of no rematerialisation: every stage unwrapped."""
         return tuple(Run(s, s + 1) for s in range(len(self.stages)))
 
     def recompute(self, stage: int) -> Run:
-        """The run that keeps nothing of one stage."""
+        """Make the run that saves nothing of one stage."""
         s = self.stages[stage]
         return Run(stage, stage + 1, Option((), s.hoisted_bytes, s.transient_bytes, s.tail_flops, s.tail_seconds))
 
     def nest(self, start: int, stop: int, children: Sequence[Run] = ()) -> Run:
-        """A region over stages `start .. stop - 1` that saves nothing; unwrapped inside unless children say more."""
+        """Make a nest over stages `start .. stop - 1`; without children, its stages are unwrapped inside."""
         return Run(start, stop, None, tuple(children) or tuple(Run(s, s + 1) for s in range(start, stop)))
 
     def _made_and_crossing(self, sizes: Sequence[int]) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""How things run: segments of a program, and equations that hold programs of their own.
+"""Decisions of a plan: segments of a program, and how its loops and conditionals run. Plain data.
 
 A `Segment` is a run of nodes that becomes one `jax.checkpoint` region. A `Loop` says how a `lax.scan` runs, a
-`Conditional` how the branches of a `lax.cond` or `lax.switch` do. What happens to the program inside, a loop's body or
-a branch, is an `Inside`: its segments, its gradient barriers, and how its own loops and conditionals run. Plain data.
+`Conditional` how the branches of a `lax.cond` or `lax.switch` do. An `Inside` plans an inner program, a loop's body or
+a branch: its segments, its gradient barriers, and how its own loops and conditionals run.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Slices:
         spared_bytes: Bytes of the values it makes that carry the axis, less those of one slice.
         extra_share: What it recomputes, as a share of the program's forward pass.
         inside: How one slice runs; indices are those of what a slice executes (`jaxsub.emission.folding`).
-        within: Where the run stands, if not in the program itself: the loop or conditional, and which of its bodies;
-            then the one in that body, and so on. All indices are those of the innermost body.
+        within: The body that contains the run, if it is not in the program itself: the loop or conditional, and which
+            of its bodies; then the one in that body, and so on. All indices are those of the innermost body.
     """
 
     start: int
@@ -99,7 +99,7 @@ class Inside:
 
     Attributes:
         segments: Its outermost segments, in order, disjoint.
-        barriers: Nodes in front of which a gradient barrier stands, in order.
+        barriers: Nodes that have a gradient barrier in front of them, in order.
         ways: How its loops and conditionals run that do not run plainly.
     """
 
@@ -110,23 +110,21 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """How a loop of known length runs: all its steps kept, each executed again, or blocks of steps executed again.
+    """How a loop of known length runs: without recompute, or with each step or blocks of steps recomputed.
 
     Attributes:
         node: Its node, counted from the first node of the stage in an `Option`, and of the program in a `Plan`.
         blocks: Steps in each block, outermost blocks first, each size smaller than the one before; every block is a
-            region that saves what it starts from.
+            region that saves its first carry.
         is_recomputed: Whether each step is a region too.
-        saved: What such a step saves, as offsets from the first value its body makes.
-        kept_steps: How many of the steps executed last stand outside all blocks and keep what their backward pass
-            reads.
-        kept_saved: What each of those saves, in a region of its own; where `None`, they keep whatever the compiler
-            likes.
+        saved: Saved values of such a step, as offsets from the first value that its body makes.
+        kept_steps: How many of the last steps are outside all blocks and keep their residuals.
+        kept_saved: Saved values of each of those, in a region of its own; `None` for no region.
         inside: How its body runs.
-        begin: The node of its body that steps begin at: what stands before it is executed once before the loop, what
-            follows it once more after the loop. Offsets and `inside` are those of the body so turned round.
-        unrolled: How many steps are written out, one after the other, as one: everything above then speaks of those,
-            and offsets and `inside` are those of all of them. It divides the number of steps.
+        begin: The node of its body that steps begin at: the nodes before it run once before the loop, the others once
+            more after the loop. Offsets and `inside` are those of the rotated body.
+        unrolled: How many steps are unrolled into one: everything above is then about those, and offsets and `inside`
+            are those of all of them. It divides the number of steps.
     """
 
     node: int
@@ -172,11 +170,11 @@ def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
 
 
 def saving_in_nests(inside: Inside, *, is_nested: bool = False) -> Iterator[Segment | Loop]:
-    """Segments and loops' steps that save values where a region stands round them, in order.
+    """Yield segments and loops that save values inside another region, in order.
 
     Args:
-        inside: Segments, and ways to run loops and conditionals, of one program.
-        is_nested: Whether a region stands round that program itself.
+        inside: The plan of one program.
+        is_nested: Whether that program is itself inside a region.
 
     Example:
         >>> nest = Segment(0, 9, children=(Segment(0, 4, saved=(3,)), Segment(5, 9)))

@@ -1,13 +1,13 @@
 """A folder of small files that belongs to one user: named by digests, read with care, written whole or not at all.
 
-In goes a name, 64 hexadecimal digits, and bytes; out come the bytes, or nothing. Any number of threads and processes
-may share a folder, over a network too: a file is written beside its place and then put there (`os.replace`), so that
-others read the old one or the new one. A process that is killed leaves a file that is never read and soon removed.
+A name, 64 hexadecimal digits, and bytes go in; the bytes, or nothing, come out. Any number of threads and processes may
+share a folder, over a network too: a file is written under another name and then renamed (`os.replace`), so that others
+read the old one or the new one. A killed process leaves a file that is never read and soon removed.
 
-What anybody else could have put there is not read: the folder, and the directory it stands in, belong to this user or
-to the superuser, and others cannot write them; links are not followed out of it, and a file is a regular one of limited
-size. The oldest files are removed where all take too much. Nothing else is removed or changed: neither what stands
-outside the folder nor a file in it whose name is not of the one form that is written here.
+Files that another user could have written are not read: the folder and its parent directory must belong to this user or
+to the superuser and be writable by nobody else; links are not followed out of it, and a file is a regular one of
+limited size. The oldest files are removed where all take too much. Nothing else is removed or changed: no file outside
+the folder, and none in it whose name has another form.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A `Graph` is a flat program in topological order. Nodes are its equations, values the arrays that flow between
 them; both refer to each other by position, so that a graph can be written by hand in a test, compared, hashed
 and stored. Values are numbered inputs first, then the outputs of node 0, of node 1, and so on: the values that
-a run of nodes makes are a contiguous range, which is what lets equal runs share everything that is said of one.
+a run of nodes makes are a contiguous range, so that equal runs can share prices and functions.
 
-Costs are given in FLOPs (`Node.flops`) and bytes (`Value.n_bytes`). Nothing here knows how they were found.
+Costs are in FLOPs (`Node.flops`) and bytes (`Value.n_bytes`); other modules compute them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Node:
         is_costly: Whether it does real arithmetic (a matrix product, a convolution, a loop over such) rather than
             moving or mapping elements. The paper's §4.2 drops the results of nodes that are not.
         source: The user's source line, such as `model.py:48 (attention)`; empty when unknown.
-        scope: The named scopes it stands in, such as `block_3/attention`.
+        scope: Its named scopes, such as `block_3/attention`.
         bodies: Graphs of its inner programs (a loop's body, a conditional's branches).
-        can_recompute: Whether it may be executed twice: false for effects that must happen once.
+        can_recompute: Whether it may be recomputed: false for effects that must happen once.
     """
 
     index: int
@@ -121,11 +121,11 @@ class Graph:
         return self._last_uses
 
     def gradient_uses(self) -> tuple[int, ...]:
-        """As `last_uses`, but of nodes that a gradient depends on: what only reports on a value does not keep it."""
+        """As `last_uses`, but only of nodes that a gradient depends on, so without debug callbacks."""
         return self._gradient_uses
 
     def weights(self) -> frozenset[int]:
-        """Differentiated inputs, and what is made of one of them without arithmetic (casts, reshapes, transposes)."""
+        """Differentiated inputs, and values made of one of them without arithmetic (casts, reshapes, transposes)."""
         return self._weights
 
     def kernels(self) -> frozenset[int]:
@@ -133,20 +133,20 @@ class Graph:
         return self._kernels
 
     def is_joined(self, value: int, stop: int) -> bool:
-        """Whether a differentiated input is read at node `stop` or later: a sum of its gradients stands before that."""
+        """Whether a differentiated input is read at node `stop` or later, so that its gradient is a sum."""
         found = self.values[value]
         is_read = found.producer is None and found.is_differentiated and bool(found.consumers)
         return is_read and found.consumers[-1] >= stop
 
     def pinned(self) -> tuple[int, ...]:
-        """The nodes that must run once: none of them may stand in a region."""
+        """The nodes that must run once: none of them may be in a region."""
         return self._pinned
 
     def output_set(self) -> frozenset[int]:
         """The values that go out."""
         return self._output_set
 
-    # Asked for with every run of nodes, and found once: what looks at a run must not cost a walk through the program.
+    # cached: these are needed for every run of nodes, which must not cost a walk through the program
 
     @cached_property
     def _first_values(self) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Which of what a plan stores lies in memory that belongs to the outputs: gradients that are not yet written.
+"""Predict which residuals XLA allocates in gradient output buffers.
 
-The compiler gives every gradient of a weight its place from the start, and the backward pass writes it late. Until then
-the place is free, and what is stored meanwhile is put there where it fits: a whole value into the place of one output
-as large or larger, one value at a time. With small batches, where activations are no larger than weights, much of what
-a plan stores costs nothing so.
+The compiler allocates the gradient of every weight for the whole program, and the backward pass writes it late. Until
+then its buffer is unused, and XLA puts residuals there where they fit: a whole value into the buffer of one output as
+large or larger, one value at a time. With small batches, where activations are no larger than weights, many residuals
+then cost nothing.
 
-Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, those
-made first before others of their size; each goes into the smallest place that is free as long as it lives. Here only
-what stands between the passes is looked at, and only gradients that one product or convolution writes at once. What a
-backward pass allocates for itself may find such a place too: that is left out, which makes the prediction rather high.
+Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, equal
+sizes in the order in which they are made; each goes into the smallest buffer that is unused for its live range. Only
+values that are live between the passes are considered, and only gradients that one product or convolution writes at
+once. Transient values of a backward pass may use such buffers too; they are left out, so predictions are rather high.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Piece = tuple[int, int, int, bool]
 
 
 def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
-    """For each run the bytes of what it leaves behind that outputs host.
+    """Predict for each run the bytes of its residuals that outputs host.
 
     Args:
-        chain: What everything costs.
+        chain: The chain.
         runs: Runs that cover the chain's stages, none of them inside another.
 
     Returns:
@@ -62,7 +62,7 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
 
 
 def most_hosted(chain: Chain) -> int:
-    """The most bytes that outputs can host, whatever the plan: in each place the largest value that it takes.
+    """Bound the bytes that outputs can host under any plan: in each the largest value that fits.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Stage
@@ -77,12 +77,12 @@ def most_hosted(chain: Chain) -> int:
 
 
 def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
-    """What stands between the passes. What a run saves is read while its own gradients are written: others host it."""
+    """Yield the values that are live between the passes; a run's own gradients are written while they are read."""
     run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]
     moves = {i for i, run in enumerate(runs) if run.option is not None and min(run.option.saved, default=0) < 0}
     for c in chain.crossings:
         reader = run_of[c.last] if c.last < len(run_of) else len(runs)
-        if run_of[c.made] < reader and reader not in moves:  # what goes to the host's memory needs no place here
+        if run_of[c.made] < reader and reader not in moves:  # offloaded values are not on the device
             yield from ((size, run_of[c.made], c.made, True) for size in c.sizes)
     for number, run in enumerate(runs):
         if run.option is not None:
@@ -96,7 +96,7 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
 
 
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """Bytes of the gradients that a run's backward pass is the first to write: of weights that no later product reads.
+    """List the bytes of gradients that a run's backward pass writes first: of weights that no later product reads.
 
     Args:
         graph: The program.
@@ -109,7 +109,7 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
 
 
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:
-    """Bytes of differentiated inputs that a run reads and others after it too: their gradients are sums.
+    """Sum the bytes of differentiated inputs that a run and later ones read: their gradients are sums.
 
     Args:
         graph: The program.
@@ -121,7 +121,7 @@ def joined_bytes(graph: Graph, start: int, stop: int) -> int:
 
 
 def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
-    """Gradients that are sums of which a run, the first to read the weight, makes the last part.
+    """Find gradients that are sums and that a run, the first to read the weight, completes.
 
     Args:
         graph: The program.
@@ -138,11 +138,10 @@ def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tu
 
 
 def unfenced(chain: Chain) -> Chain:
-    """A chain without gradient barriers: contributions to a sum of gradients pile up until the last of them is made.
+    """Price a chain without gradient barriers: contributions to a sum of gradients are live until the last is made.
 
-    A GPU may instead make them all when they are added up, from operands that stand until then, whichever is less;
-    then the sums' places host until that.
-    Zeros that it makes ahead, since barriers keep apart the stages that need them, are made where they are used.
+    A GPU may instead compute them all when they are added up, from operands that are live until then, whichever needs
+    less; then the sums' buffers host other values until that time. Zeros that barriers would keep live are not hoisted.
 
     Example:
         >>> from jaxsub.core.chain import Chain, Stage
@@ -172,7 +171,7 @@ def unfenced(chain: Chain) -> Chain:
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:
-    """Bytes of each of the values that a region saves beside what it returns.
+    """List the bytes of each value that a region saves beside its results.
 
     Args:
         graph: The program.
@@ -185,7 +184,7 @@ def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tu
 
 
 def operand_bytes(graph: Graph, start: int, stop: int) -> int:
-    """Bytes of what contributions to shared weights' gradients are products of: activations, cotangents of results.
+    """Sum the bytes of operands of contributions to shared weights' gradients: activations, cotangents of results.
 
     Args:
         graph: The program.

@@ -1,11 +1,11 @@
-"""What is decided: `Plan`. Plain data, no JAX.
+"""`Plan`: the decisions for one program. Plain data, no JAX.
 
 A `Plan` holds node and value indices of one program and that program's fingerprint. It prints, compares, is stored
 as JSON and loaded, and is refused on another function.
 
-The paper's mirror count m(v) (Chen et al. 2016, §4.1) is how often node v may be executed again. In a plan it is the
-number of segments that v stands in, less those that v closes: the node that ends a segment is what the paper keeps
-with m(v) = 0, and in its backward pass nothing asks for its result.
+The paper's mirror count m(v) (Chen et al. 2016, §4.1) is how often node v may be recomputed. In a plan it is the number
+of segments that contain v, less those that v ends: the paper keeps the node that ends a segment, with m(v) = 0, and no
+backward pass reads its recomputed result.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ MOST_FAULTS = 8  # how many faults of a plan are named
 
 @dataclass(frozen=True, slots=True)
 class Plan(Shown, Stored):
-    """What to save, what to recompute, and where the barriers stand.
+    """Which values to save, which to recompute, and where to put gradient barriers.
 
     Attributes:
         fingerprint: The program it belongs to.
         budget: The budget it was made for.
         n_nodes: How many nodes the program has.
         segments: Outermost segments, in order, disjoint.
-        barriers: Nodes in front of which a gradient barrier stands, in order.
+        barriers: Nodes that have a gradient barrier in front of them, in order.
         planner: The planner's name.
-        prediction: What it was expected to cost; `None` for a plan made by hand.
-        plain_prediction: What the program costs without it.
-        measurement: What the compiler reported; `None` before it is verified.
-        plain_measurement: What the compiler reported of the program without it.
+        prediction: Its predicted costs; `None` for a plan made by hand.
+        plain_prediction: The predicted costs of the program without it.
+        measurement: The compiler's report; `None` before it is verified.
+        plain_measurement: The compiler's report for the program without it.
         is_optimal: Whether the planner proved it optimal in its memory model.
         lower_bound: A certified lower bound on `prediction.extra_flops` for any schedule of the same stages that needs
-            no more memory, that of `jaxsub.planners.milp`; `None` where nobody asked (`bound=True`, `planner="milp"`).
-        holdings: What it keeps, largest first, in words.
+            no more memory, from `jaxsub.planners.milp`; `None` without `bound=True` or `planner="milp"`.
+        holdings: Its saved values, largest first, in words.
         equations: `DIGITS` hexadecimal digits for each equation of its program, in their order.
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
-        note: What there is to say of the function itself, such as that its result is no loss; empty as a rule.
-        slices: Runs of the traced program executed in slices: each is one node of what the rest speaks of.
-        policy_names: What its regions save, by name; `None` for a plan made by hand.
+        note: A remark on the function, such as that its result is no loss; mostly empty.
+        slices: Runs of the traced program executed in slices: each is one node for all other fields.
+        policy_names: Names of the values that its regions save; `None` for a plan made by hand.
         steps: Its loops and slices opened: what each step saves and recomputes, and what is live inside one.
-        timeline: What stands in memory step by step; `None` for a plan made by hand.
+        timeline: Live values step by step; `None` for a plan made by hand.
         plain_timeline: The same without the plan.
     """
 
@@ -92,7 +92,7 @@ class Plan(Shown, Stored):
         if list(self.barriers) != sorted(set(self.barriers)):
             faults.append("the barriers are not in order")
         if outside := [b for b in self.barriers if not 0 <= b < self.n_nodes]:
-            faults.append(f"the barriers {outside} stand outside the program")
+            faults.append(f"the barriers {outside} are outside the program")
         if any(inner.offloaded for outer in self.segments for inner in walk(outer.children)):
             faults.append("only outermost segments may save values off the device")
         if any(set(s.offloaded) - set(s.saved) for s in self.segments):
@@ -102,7 +102,7 @@ class Plan(Shown, Stored):
 
     @property
     def mirror_counts(self) -> tuple[int, ...]:
-        """The paper's m(v) for each node: how often it would be executed again were nothing saved inside."""
+        """The paper's m(v) for each node: how often it would be recomputed if regions saved nothing inside."""
         counts = [0] * self.n_nodes
         for segment in walk(self.segments):
             for node in range(segment.start, segment.stop - 1):
@@ -110,11 +110,11 @@ class Plan(Shown, Stored):
         return tuple(counts)
 
     def mirror_counts_in(self, graph: Graph) -> tuple[int, ...]:
-        """The paper's m(v) for Algorithm 2: 0 too for what a segment saves, and for what is read behind its end.
+        """Count the paper's m(v) for Algorithm 2: 0 also for nodes whose results a segment saves or later nodes read.
 
         Where one value crosses each end, as in a plain chain, and nothing is saved inside, these are `mirror_counts`.
-        Of an unrolled recurrent network many cross: were they counted as made again, each copy would ask for the
-        copies of all steps before it.
+        In an unrolled recurrent network many cross: if they counted as recomputed, each copy would need the copies of
+        all steps before it.
 
         Args:
             graph: The program's.
@@ -179,7 +179,7 @@ class Plan(Shown, Stored):
         return (self.prediction.extra_flops - self.lower_bound) / max(self.prediction.forward_flops, 1.0)
 
     def faults(self) -> list[str]:
-        """What no plan says of itself that was made and not changed: figures that cannot be, each by its field."""
+        """Say which figures no unchanged plan has, each by its field."""
         measured = {"measurement": self.measurement, "plain_measurement": self.plain_measurement}
         replayed = {"prediction": self.prediction, "plain_prediction": self.plain_prediction,
                     "timeline": self.timeline, "plain_timeline": self.plain_timeline}  # fmt: skip
@@ -197,7 +197,7 @@ class Plan(Shown, Stored):
         return found[:MOST_FAULTS]
 
     def diff(self, other: Plan) -> Difference:
-        """What another plan decides otherwise: figures, saved values, recomputed equations; print it.
+        """Compare with another plan: figures, saved values, recomputed equations; print it.
 
         Args:
             other: The plan to compare with.
@@ -223,9 +223,9 @@ class Plan(Shown, Stored):
         return replace(self, **changes)
 
     def to_policy(self, form: Literal["jax", "maxtext"] = "jax") -> Any:
-        """The plan as a policy of `checkpoint_name`s, for what it makes a region: a loop's body, or each block.
+        """Turn the plan into a policy of `checkpoint_name`s, for its regions: a loop's body, or each block.
 
-        Where gradient barriers stand at the edges of regions they are left out; the rest is as planned.
+        Gradient barriers at the edges of regions are left out; the rest is as planned.
 
         Args:
             form: `"jax"` for `jax.checkpoint(block, policy=...)`, `"maxtext"` for the settings of MaxText's
@@ -243,7 +243,7 @@ class Plan(Shown, Stored):
         return exported(self, form)
 
     def plot(self, ax: Any = None, *, inside: int | None = None) -> Any:
-        """Draw what is alive over time, before and after; needs matplotlib.
+        """Draw live bytes over time, before and after; needs matplotlib.
 
         Args:
             ax: The matplotlib axes to draw on; `None` for a new figure's.
@@ -304,7 +304,7 @@ def plan_from_runs(
 
 
 def segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:
-    """What keeps segments from being disjoint runs of the nodes `start .. stop - 1`, in order, nested likewise."""
+    """Say why segments are not disjoint runs of the nodes `start .. stop - 1`, in order, nested likewise."""
     at = start
     for segment in segments:
         if not at <= segment.start < segment.stop <= stop:
@@ -338,7 +338,7 @@ def _segments(chain: Chain, run: Run) -> Iterator[Segment]:
 
 
 def _moved(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """What one segment takes off the device at its entry, no other may save on the device."""
+    """Offload a value in all segments that save it, if one segment offloads it at its entry."""
     entries = {v for s in segments for v in s.offloaded}
     return tuple(replace(s, offloaded=tuple(v for v in s.saved if v in entries)) for s in segments)
 

@@ -1,7 +1,7 @@
-"""What shows itself: a mixin of what prints as text, and in a notebook and a browser as a card of HTML.
+"""Display objects: a mixin that prints as text, and as an HTML card in a notebook and a browser.
 
-A class inherits `Shown`; how it looks stands in `jaxsub.show`: its words in `text`, its card in `templates`. The cards
-need jinja2. Without it a notebook gets the text, and `to_html` says which extra brings it.
+A class inherits `Shown`; `jaxsub.show` has its text in `text` and its card in `templates`. The cards need jinja2.
+Without it a notebook gets the text, and `to_html` names the extra to install.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Shown:
         return words_of(self)
 
     def to_html(self) -> str:
-        """It as a page of its own, for a browser: self-contained, light and dark.
+        """Make a page of its own, for a browser: self-contained, light and dark.
 
         Raises:
             ImportError: If jinja2 is not there.

@@ -26,7 +26,7 @@ def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
 
 
 def may_nest(chain: Chain, option: Option) -> bool:
-    """Whether a region with this option may stand inside a nest."""
+    """Tell whether a region with this option is allowed inside a nest."""
     return not option.saved or (chain.saves_in_nests and not option.offloaded)
 
 
@@ -51,11 +51,11 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
     """Replay runs in exact bytes.
 
     Args:
-        chain: What everything costs.
+        chain: The chain.
         runs: Runs that cover the chain's stages.
 
     Returns:
-        The predicted peak and the FLOPs executed again.
+        The predicted peak and the recomputed FLOPs.
 
     Raises:
         PlannerError: If the runs do not hold together.
@@ -78,26 +78,26 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
         return found
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
     untimed = () if chain.has_timed_options else tuple(_untimed(chain, runs))
-    return replace(found, extra_seconds=_again(chain, runs, "seconds", True), step_seconds=step,
+    return replace(found, extra_seconds=_recomputed(chain, runs, "seconds", True), step_seconds=step,
                    seconds_origin=chain.seconds_origin, minimises=chain.minimises, untimed=untimed)  # fmt: skip
 
 
 def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
-    """FLOPs that runs execute again.
+    """Sum the FLOPs that runs recompute.
 
-    A nest costs one forward pass of its stages, of the last one only what its backward pass reads; what stands last
-    in a nest is paid for by that.
+    A nest costs one forward pass of its stages, of the last stage only the part that its backward pass reads. That pays
+    for the last run inside the nest too.
     """
-    return _again(chain, runs, "flops", is_top)
+    return _recomputed(chain, runs, "flops", is_top)
 
 
-def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
+def _recomputed(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
     total = 0.0
     forward, tail, loop, recompute = (f"{what}_{unit}" for what in ("forward", "tail", "loop", "recompute"))
     for position, run in enumerate(runs):
         if run.children:
             total += sum(getattr(s, forward) for s in chain.stages[run.start : run.stop - 1])
-            total += getattr(chain.stages[run.stop - 1], tail) + _again(chain, run.children, unit, False)
+            total += getattr(chain.stages[run.stop - 1], tail) + _recomputed(chain, run.children, unit, False)
         elif run.option is not None:
             is_paid = not is_top and position == len(runs) - 1
             total += getattr(run.option, loop if is_paid else recompute)
@@ -105,7 +105,7 @@ def _again(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
 
 
 def _untimed(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Regions of which only FLOPs are known, but for what stands last in a nest: that pays for it."""
+    """Yield the regions without known seconds, except the last run of a nest, which the nest pays for."""
     for position, run in enumerate(runs):
         yield from _untimed(chain, run.children, is_top=False)
         if run.option is None or (not is_top and position == len(runs) - 1):

@@ -34,12 +34,12 @@ class PlannedSite:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Shown, Stored):
-    """How a whole step is to run so that it fits a device.
+    """The decisions for a whole step that fits a device.
 
     Attributes:
         arguments: A digest of the paths, shapes and dtypes of the step's arguments.
-        memory_bytes: What the step may take of a device.
-        measurement: What the compiler allocated for it under the plan.
+        memory_bytes: The most bytes of a device that the step may take.
+        measurement: The compiler's report for the step under the plan.
         plain_measurement: The same with every function in it under its own plan, or under none.
         sites: The sublinear functions in it, each with its plan.
     """
@@ -56,26 +56,26 @@ class StepPlan(Shown, Stored):
     @property
     def plans(self) -> dict[str, Plan]:
         """The plans by the fingerprint of their functions."""
-        return {site.plan.fingerprint: site.plan for site in self.sites}
+        return {s.plan.fingerprint: s.plan for s in self.sites}
 
     def faults(self) -> list[str]:
-        """Figures that cannot be, each by its field."""
+        """Say which figures are impossible, each by its field."""
         measured = {"measurement": self.measurement, "plain_measurement": self.plain_measurement}
         found = [f"{name}.{fault}" for name, m in measured.items() for fault in m.faults()]
-        found += [f"sites.{site.name}.{fault}" for site in self.sites for fault in site.plan.faults()]
+        found += [f"sites.{s.name}.{fault}" for s in self.sites for fault in s.plan.faults()]
         if not 0 < self.measurement.step_bytes <= self.memory_bytes:
             found.append(f"memory_bytes: {self.memory_bytes} is less than the step takes")
-        if len(self.plans) < len(self.sites) or any(site.calls < 1 for site in self.sites):
+        if len(self.plans) < len(self.sites) or any(s.calls < 1 for s in self.sites):
             found.append("sites: a function is there twice, or is never called")
         return found
 
     def diff(self, other: StepPlan) -> Difference:
-        """What another plan decides otherwise, figures and functions; print it, or show it in a notebook.
+        """Compare with another plan: figures and functions; print it, or show it in a notebook.
 
         Args:
             other: The plan to compare with.
         """
-        there = {site.name: site.plan for site in other.sites}
+        there = {s.name: s.plan for s in other.sites}
         parts = tuple((s.name, found) for s in self.sites if s.name in there
                       and (found := compare(s.plan, there[s.name])))  # fmt: skip
         is_same = self.arguments == other.arguments and set(self.plans) == set(other.plans)

@@ -1,6 +1,6 @@
 """What one step of a loop, or one slice of a run, saves and recomputes: a plan's loops opened, in words and bytes.
 
-Plain data, no JAX. `jaxsub.search.annotate` makes it of a program and a plan; whoever shows a plan reads it.
+Plain data, no JAX. `jaxsub.search.annotate` makes it of a program and a plan; `jaxsub.show` displays it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What is executed again and again, opened.
+    """One step of a loop, or one slice of a run, opened.
 
     Attributes:
         kind: `loop` for the steps of a scan, `slices` for a run in slices.
-        node: Its node: of the program, of the body it stands in, or the first one of a run in slices.
+        node: Its node: of the program, of the body that contains it, or the first one of a run in slices.
         label: What it is, in words.
         length: How many steps or slices there are.
         saved: What each saves from its forward to its backward pass, largest first.

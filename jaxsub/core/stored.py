@@ -1,7 +1,7 @@
-"""What is kept as JSON: a mixin of plans, to write them to text and files and to read them again, checked whole.
+"""Store plans as JSON: a mixin that writes them to text and files and reads them back, fully checked.
 
-The text says what it is and of which version. Of a text that is something else, or that was changed, `ValueError` names
-the field that is wrong; whether a plan fits a function is checked where it is used.
+The text names its kind and version. For any other or changed text, `ValueError` names the wrong field; whether a plan
+fits a function is checked where it is used.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Stored:
         """
         data, words = codec.parse(text), cls.kind.replace("_", " ")
         if not isinstance(data, dict) or data.pop(cls.kind, None) != SCHEMA:
-            raise ValueError(f"this is no {words} of version {SCHEMA}; make it anew with {cls.remedy}")
+            raise ValueError(f"this is no {words} of version {SCHEMA}; make a new one with {cls.remedy}")
         found = cast(Self, codec.convert(data, cls))
         if faults := found.faults():
             what = f"these fields of the {words.split()[-1]} cannot be"
-            raise ValueError(f"{what}, make it anew with {cls.remedy}: {'; '.join(faults)}")
+            raise ValueError(f"{what}, make a new one with {cls.remedy}: {'; '.join(faults)}")
         return found
 
     def save(self, path: str) -> None:

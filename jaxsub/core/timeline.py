@@ -1,11 +1,11 @@
-"""What stands in memory while a plan runs: each step of the forward and backward pass, and what is stored meanwhile.
+"""Replay a plan step by step: the forward and backward passes, and the live ranges of stored values.
 
-A chain and a planner's runs go in, a `StageTimeline` comes out; the most of its `live_bytes` is what
-`jaxsub.core.simulate.predict` says of them. Time is counted in FLOPs, a backward pass as two forward passes; all steps
-together take three forward passes and the plan's `extra_flops`. The pass of a scope's last run turns round at once: its
-forward and its backward pass are one step.
+A chain and a planner's runs go in, a `StageTimeline` comes out; the largest of its `live_bytes` is the peak that
+`jaxsub.core.simulate.predict` returns. Time is counted in FLOPs, a backward pass as two forward passes; all steps
+together take three forward passes and the plan's `extra_flops`. The backward pass of a scope's last run starts at once:
+its forward and its backward pass are one step.
 
-`name_pieces` puts the user's names, shapes and source lines to what is stored. Plain data, no JAX.
+`name_pieces` adds the user's names, shapes and source lines to stored values. Plain data, no JAX.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Step:
         start: The first stage.
         stop: The stage after the last.
         flops: How long it takes, in FLOPs.
-        transient_bytes: What it allocates for itself.
-        cotangent_bytes: Cotangents that stand meanwhile and are not its own.
+        transient_bytes: Bytes it allocates for itself.
+        cotangent_bytes: Bytes of live cotangents that are not its own.
     """
 
     phase: str
@@ -56,13 +56,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is stored from one step to another.
+    """Values that are live from one step to another.
 
     Attributes:
-        kind: `crossing`: values that later stages read; `saved`: what a region saves inside; `kept`: what the compiler
-            keeps of an unwrapped stage; `moved`: what a region takes off the device, counted as less than nothing.
-        start: The first step at which it stands.
-        stop: The step at which it is gone.
+        kind: `crossing`: values that later stages read; `saved`: values that a region saves inside; `kept`: residuals
+            of an unwrapped stage; `moved`: values that a region offloads, with negative bytes.
+        start: The first step at which it is live.
+        stop: The step after the last.
         first_stage: The first stage of those that made it.
         stop_stage: The stage after their last.
         n_bytes: Its bytes.
@@ -85,13 +85,13 @@ class Span:
     """The steps at which a region runs.
 
     Attributes:
-        depth: How many regions it stands in.
+        depth: How many regions contain it.
         phase: `forward`, `again` or `backward`.
         start: Its first step.
         stop: The step after its last.
         first_stage: Its first stage.
         stop_stage: The stage after its last.
-        extra_flops: FLOPs it executes again, what is nested in it left out; of its backward pass only.
+        extra_flops: FLOPs it recomputes, without regions nested in it; of its backward pass only.
     """
 
     depth: int
@@ -105,11 +105,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StageTimeline:
-    """What stands in memory while a plan runs, step by step.
+    """Live bytes while a plan runs, step by step.
 
     Attributes:
         steps: The steps, in order.
-        pieces: What is stored, and from when to when.
+        pieces: Stored values with their live ranges.
         spans: The regions, and when they run; outer ones before those nested in them.
         forward_flops: FLOPs of one forward pass through all stages.
         stage_nodes: The first node of each stage, and the number of nodes last.
@@ -125,7 +125,7 @@ class StageTimeline:
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """For each step the bytes that stand meanwhile, beside arguments and outputs."""
+        """For each step the live bytes, beside arguments and outputs."""
         change = [0] * (len(self.steps) + 1)
         for piece in self.pieces:
             change[piece.start] += piece.n_bytes
@@ -135,17 +135,17 @@ class StageTimeline:
 
     @property
     def peak_step(self) -> int:
-        """The first step at which most bytes stand; -1 without steps."""
+        """The first step with the most live bytes; -1 without steps."""
         live = self.live_bytes
         return live.index(max(live)) if live else -1
 
     def alive(self, step: int) -> tuple[Piece, ...]:
-        """What is stored at a step, largest first."""
+        """List the stored values that are live at a step, largest first."""
         there = (p for p in self.pieces if p.start <= step < p.stop and p.n_bytes > 0)
         return tuple(sorted(there, key=lambda p: -p.n_bytes))
 
     def standing(self, step: int) -> tuple[tuple[int, str], ...]:
-        """Bytes and words of all that stands at a step, largest first: what is stored, and what the step works with."""
+        """List bytes and labels of all that is live at a step, largest first: stored values and transients."""
         found, sizes = self.steps[step], dict[str, int]()
         stage = self.stage_labels[found.start] if self.stage_labels else f"stage {found.start}"
         sizes[f"what `{stage}` works with, {found.phase}"] = found.transient_bytes
@@ -156,13 +156,13 @@ class StageTimeline:
         return tuple(sorted(rows, key=lambda row: -row[0]))
 
     def stored_bytes(self, start: int, stop: int) -> int:
-        """Bytes of what stages `start .. stop - 1` store at the top level until their backward pass."""
+        """Sum the bytes that stages `start .. stop - 1` store at the top level until their backward pass."""
         turn = next((i for i, s in enumerate(self.steps) if s.phase == "backward"), len(self.steps))
         inside = (p for p in self.pieces if start <= p.first_stage and p.stop_stage <= stop)
         return sum(p.n_bytes for p in inside if p.start <= turn < p.stop or p.stop == turn)
 
     def faults(self, n_nodes: int) -> Iterator[str]:
-        """What no replay of a program of so many nodes gives, by field: what is not there, unknown phases and kinds."""
+        """Say what no replay of a program of so many nodes gives, by field: wrong indices, unknown phases and kinds."""
         n_steps, n_stages = len(self.steps), len(self.stage_nodes) - 1
         nodes = (-1, *self.stage_nodes)
         if n_stages < 0 or nodes[-1] != n_nodes or any(a >= b for a, b in pairwise(nodes)):
@@ -185,7 +185,7 @@ def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
     """Replay runs step by step.
 
     Args:
-        chain: What everything costs.
+        chain: The chain.
         runs: Runs that cover the chain's stages.
 
     Example:
@@ -243,8 +243,8 @@ class _Replay:
         if run.children or (run.option is not None and run.option.is_region):
             self.spans.append(Span(depth, phase, first, len(self.steps), run.start, run.stop))
 
-    def _store(self, run: Run, born: int, gone: int, hosted: tuple[int, int]) -> None:
-        """What a run leaves behind between its two passes, beside what lies in the places of outputs."""
+    def _store(self, run: Run, born: int, stop: int, hosted: tuple[int, int]) -> None:
+        """Record a run's residuals between its two passes, without those that outputs host."""
         chain = self.chain
         values = run.option.saved if run.option is not None else ()
         kept = chain.kept_bytes(run) - hosted[1]
@@ -253,8 +253,8 @@ class _Replay:
             ("crossing", int(chain.crossing_bytes[run.start, run.stop]) - hosted[0], ()),
             (kind, kept, tuple(v for v in values if (v < 0) == (kept < 0))),
         ):
-            if n_bytes and gone > born:
-                self.pieces.append(Piece(name, born, gone, run.start, run.stop, n_bytes, made))
+            if n_bytes and stop > born:
+                self.pieces.append(Piece(name, born, stop, run.start, run.stop, n_bytes, made))
 
     def _backward(self, run: Run, is_last: bool, depth: int) -> None:
         if run.option is not None:
@@ -279,7 +279,7 @@ class _Replay:
             self._backward_step(s, s + 1, stage.transient_bytes if turns else stage.keep_transient_bytes, flops)
 
     def _turning_stages(self, run: Run, depth: int) -> None:
-        """The forward pass of the stages before the last in a run that turns round: what is kept of them grows."""
+        """Run the stages before the last of a scope's last run forward: their residuals add up."""
         phase = "again" if depth else "forward"
         stored = 0
         for s in range(run.start, run.stop - 1):
@@ -291,7 +291,7 @@ class _Replay:
         self.steps.append(Step("backward", start, stop, flops, transient, around))
 
     def _forward_flops(self, stage: int, depth: int, scope_stop: int) -> float:
-        """Of a nested scope's last stage only what its backward pass reads is run again."""
+        """Count FLOPs of a stage; of a nested scope's last stage only the part that its backward pass reads."""
         found = self.chain.stages[stage]
         return found.tail_flops if depth and stage == scope_stop - 1 else found.forward_flops
 
@@ -305,7 +305,7 @@ class _Replay:
 
 
 def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
-    """Put names, shapes and source lines to what is stored, and to the stages.
+    """Add names, shapes and source lines to stored values and to stages.
 
     Args:
         timeline: The timeline of a chain that was made of the graph.
@@ -332,7 +332,7 @@ def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
 
 
 def family(label: str) -> str:
-    """A label without the numbers in its module path, or path into an argument: alike layers have one.
+    """Remove the numbers from a label's module path, or path into an argument, so that equal layers share a label.
 
     Example:
         >>> family("block_3/mlp: dot_general model.py:48"), family("arg0[3]['up'] float32[8] by argument")
@@ -346,7 +346,7 @@ def family(label: str) -> str:
 
 
 def value_label(graph: Graph, value: int) -> str:
-    """A value in words: module path, its name (its own, or what the user names it next) or its maker, shape, line."""
+    """Describe a value: module path, its name (its own, or a later `checkpoint_name`) or its maker, shape, line."""
     v = graph.values[value]
     node = graph.nodes[v.producer] if v.producer is not None else None
     dims = ",".join(map(str, v.shape))
@@ -370,7 +370,7 @@ def _kept_label(graph: Graph, nodes: Sequence[int], piece: Piece) -> str:
 
 
 def _stage_label(graph: Graph, start: int, stop: int) -> str:
-    """What a run of nodes is: its named scope, or the source line of the node with most FLOPs."""
+    """Describe a run of nodes: its named scope, or the source line of the node with most FLOPs."""
     inside = graph.nodes[start:stop]
     heaviest = max(inside, key=lambda node: node.flops)
     scope = os.path.commonpath([node.scope for node in inside if node.scope] or [""]) or heaviest.scope

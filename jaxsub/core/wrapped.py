@@ -1,7 +1,7 @@
-"""What stands in the place of a user's function: it binds, copies and is pickled like one, and prepares a key once.
+"""Wrap a user's function: the wrapper binds, copies and pickles like a function, and prepares each key once.
 
-A function that was decorated at the top of a module is pickled by its name, as functions are. Any other is made anew
-from what it was made of; what it remembers of traces and plans stays where it is.
+A function that was decorated at the top of a module is pickled by its name, as functions are. Any other is rebuilt from
+its constructor's arguments; its traces and plans are not pickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Self = TypeVar("Self", bound="Wrapped[..., Any]")
 
 
 class Locks:
-    """One lock for each key, while somebody holds or waits for it: what one thread prepares, others wait for.
+    """One lock for each key, while a thread holds or waits for it: one thread prepares a key, the others wait.
 
     Example:
         >>> locks = Locks()
@@ -56,7 +56,7 @@ class Locks:
 
 
 class Bound(functools.partial[R]):
-    """A wrapped method of an instance; it can be asked what the wrapped function can be: `model.loss.plan(batch)`."""
+    """A wrapped method of an instance, with the methods of the wrapped function: `model.loss.plan(batch)`."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.func, name)
@@ -64,21 +64,21 @@ class Bound(functools.partial[R]):
 
 
 class Wrapped(abc.ABC, Generic[P, R]):
-    """A callable in the place of a function.
+    """A callable that replaces a function.
 
     Attributes:
-        fun: The function as it was.
+        fun: The user's function.
     """
 
     fun: Callable[P, R]
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do what stands in the function's place."""
+        """Call the replacement of the function."""
 
     @abc.abstractmethod
     def made_of(self) -> tuple[Any, ...]:
-        """What an equal one is made of, by its class."""
+        """List the arguments from which its class makes an equal one."""
 
     @overload
     def __get__(self: Self, instance: None, owner: type | None = None) -> Self: ...
@@ -100,7 +100,7 @@ class Wrapped(abc.ABC, Generic[P, R]):
 
 
 def _named(module: str, name: str) -> Any:
-    """What a module holds under a name, `None` where it holds nothing."""
+    """Look up a name in a module; `None` if it is not there."""
     try:
         return operator.attrgetter(name)(sys.modules[module])
     except (AttributeError, KeyError):

@@ -248,7 +248,7 @@ def test_json_of_any_nesting(counts):
 )
 def test_json_that_is_no_plan(text):
     """JSON that is no plan, or one of another version, is refused with what to do."""
-    with pytest.raises(ValueError, match=r"no jaxsub plan of version 2; make it anew with jaxsub\.plan"):
+    with pytest.raises(ValueError, match=r"no jaxsub plan of version 2; make a new one with jaxsub\.plan"):
         Plan.from_json(text)
     with pytest.raises(ValueError, match="no JSON"):
         Plan.from_json("a plan")
