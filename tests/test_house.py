@@ -36,7 +36,7 @@ diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__
 equinox: filtered __init__
-show: __init__ curves text chart plot html
+show: __init__ curves loops text chart plot html
 """
 """Folders in the order in which data flows, and the modules of each: a module imports only modules before it."""
 

@@ -22,15 +22,8 @@ from jaxsub.core.timeline import PHASES
 from jaxsub.show import curves as drawn
 from jaxsub.show.chart import chart_of, rows_of
 from jaxsub.show.curves import curves, region_label
-from jaxsub.show.text import (
-    budget_words,
-    loop_words,
-    plan_words,
-    recompute_words,
-    slices_words,
-    steps_words,
-    times,
-)
+from jaxsub.show.loops import loop_words, recompute_words, slices_words, steps_words, times
+from jaxsub.show.text import budget_words, plan_words
 
 MOST_BYTES = 190_000
 LABEL_LENGTH = 120

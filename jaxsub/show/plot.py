@@ -12,7 +12,7 @@ from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.show.curves import Bar, Curve, bars, curve_of, curves, levels, marks_words, phase_bars, top_of
-from jaxsub.show.text import slices_words, steps_words
+from jaxsub.show.loops import slices_words, steps_words
 
 if TYPE_CHECKING:
     from jaxsub.api.frontier import Frontier

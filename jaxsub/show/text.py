@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.chain import Prediction
-from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices, Way, walk
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
-from jaxsub.core.steps import Holding, Steps
-from jaxsub.core.timeline import family
-from jaxsub.show.curves import Row, alike, curves, extra_share, is_cheap, residual_rows, saved_rows
+from jaxsub.core.steps import Holding
+from jaxsub.show.curves import Row, alike, curves, extra_share, residual_rows
+from jaxsub.show.loops import COLUMNS, HOLDINGS, recompute_words, regions_words, slices_lines, ways_lines
 
 if TYPE_CHECKING:
     from jaxsub.api.explain import Explanation, Group, Residuals
@@ -24,11 +23,7 @@ if TYPE_CHECKING:
     from jaxsub.diagnosis.findings import Diagnosis
     from jaxsub.step.report import Held, StepReport
 
-COLUMNS = 80
 CHART_ROWS, CHART_COLUMNS = 7, 66
-HOLDINGS = 8
-"""How many of a plan's holdings are listed; the others are counted."""
-
 GROUPS = 6
 """How many groups of residuals are listed."""
 
@@ -50,123 +45,17 @@ def describe(plan: Plan) -> str:
     lines += list(_memory_lines(plan))
     lines.append(f"recompute  {recompute_words(plan)}; {regions_words(plan.segments, plan.barriers)}")
     for run, steps in zip_longest(plan.slices, [steps for steps in plan.steps if steps.kind == "slices"]):
-        lines += _slices_lines(run, steps)
-    lines += _ways_lines(plan.loops, [steps for steps in plan.steps if steps.kind == "loop"])
+        lines += slices_lines(run, steps)
+    lines += ways_lines(plan.loops, [steps for steps in plan.steps if steps.kind == "loop"])
     lines += [_holding_line(h) for h in plan.holdings[:HOLDINGS]]
     if len(plan.holdings) > HOLDINGS:
         lines.append(f"           and {sum(h.count for h in plan.holdings[HOLDINGS:])} smaller values")
     return "\n".join([*(line[:COLUMNS] for line in lines), *_chart(plan)])
 
 
-def recompute_words(plan: Plan) -> str:
-    """What a plan recomputes, in words: how many equations, or where that says little, that they are cheap."""
-    counts, found = plan.mirror_counts, plan.prediction
-    n = sum(1 for m in counts if m)
-    if n and found is not None and is_cheap(found.extra_flops / max(found.forward_flops, 1.0)):
-        return "cheap elementwise work only"
-    if not n:
-        return f"nothing outside of {'slices' if plan.slices else 'loops'}" if plan.slices or plan.loops else "nothing"
-    return f"{n} of {plan.n_nodes} equations, at most {times(max(counts, default=0))}"
-
-
-def regions_words(segments: Sequence[Segment], barriers: Sequence[int]) -> str:
-    """How many regions and barriers."""
-    return f"{len(list(walk(segments)))} regions, {len(barriers)} barriers"
-
-
-def _slices_lines(run: Slices, opened: Steps | None) -> Iterator[str]:
-    yield from _wrapped(f"in slices  {slices_words(run)}")
-    if opened is not None:
-        yield from _steps_lines(opened, run.inside.ways, regions_words(run.inside.segments, run.inside.barriers))
-
-
-def slices_words(slices: Slices) -> str:
-    """A run in slices, in plain words.
-
-    Example:
-        >>> slices_words(Slices(0, 3, 1, 0, 8, 16384, "head", 2**30))
-        'head: 8 × 2,048 of 16,384 rows, spares up to 1.00 GiB'
-    """
-    spared = format_bytes(slices.spared_bytes)
-    again = f", recomputes {slices.extra_share:.0%} of a forward pass" if slices.extra_share else ""
-    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,} rows, spares up to {spared}{again}"
-
-
 def _holding_line(holding: Holding) -> str:
     verb = "offload" if holding.is_offloaded else "keep"
     return f"{verb:<10} {holding.count:>4} x {format_bytes(holding.n_bytes):>9}  {holding.label}"
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent + " " * 11, drop_whitespace=True)
-
-
-def _ways_lines(ways: Sequence[Way], opened: Sequence[Steps], indent: str = "") -> Iterator[str]:
-    """How loops and the branches of conditionals run, what each step saves and recomputes, what is inside indented."""
-    told, known = {way.node: way for way in ways}, {steps.node: steps for steps in opened}
-    for node in sorted({*told, *known}):
-        way, steps = told.get(node, Loop(node)), known.get(node)
-        if isinstance(way, Conditional):
-            yield f"{indent}branches   equation {way.node}:"
-            for number, inside in enumerate(way.branches):
-                yield f"{indent}  branch {number}: {_inside_words(inside)}"
-                yield from _ways_lines(inside.ways, (), indent + "    ")
-            continue
-        yield from _wrapped(f"{indent}loop       {loop_words(way, steps)}", indent)
-        if steps is not None:
-            yield from _steps_lines(steps, way.inside.ways, "", indent)
-        else:
-            yield from _ways_lines(way.inside.ways, (), indent + "    ")
-
-
-def loop_words(way: Loop, steps: Steps | None) -> str:
-    """How a loop runs."""
-    words = [f"{way.unrolled} steps at a time written out as one"] if way.unrolled > 1 else []
-    words += [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
-    words += ["each step recomputed"] if way.is_recomputed else []
-    words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
-    words += [f"begun in mid-step, at equation {way.begin} of it"] if way.begin else []
-    words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
-    where = f"equation {way.node}" if steps is None else steps.label
-    return f"{where}{f', {steps.length} steps' if steps and steps.length > 1 else ''}: {'; '.join(words) or 'as it is'}"
-
-
-def steps_words(steps: Steps) -> tuple[str, str]:
-    """What each step or slice saves, and what it recomputes."""
-    unit = "slice" if steps.kind == "slices" else "step" if steps.length > 1 else "loop"
-    in_all = f", {format_bytes(steps.stored_bytes)} in all" if steps.stored_bytes and steps.length > 1 else ""
-    saves = f"{format_bytes(steps.saved_bytes)} a {unit}{in_all}"
-    shares: dict[str, float] = {}
-    for label, share in steps.recomputed:
-        shares[family(label)] = shares.get(family(label), 0.0) + share
-    rows = [f"{label} ({share:.0%})" for label, share in shares.items() if not is_cheap(share)]
-    if not rows:
-        return saves, "cheap elementwise work only" if steps.again_share else "nothing"
-    return saves, f"{steps.again_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
-
-
-def _steps_lines(steps: Steps, ways: Sequence[Way], inside: str, indent: str = "") -> Iterator[str]:
-    saves, recomputes = steps_words(steps)
-    yield from _wrapped(f"{indent}  in each: {inside}") if inside else ()
-    yield f"{indent}  saves    {saves}"
-    rows = saved_rows(steps)
-    yield from (
-        f"{indent}{row.count:>8} x {format_bytes(row.n_bytes // row.count):>9}  {row.label}" for row in rows[:HOLDINGS]
-    )
-    if len(rows) > HOLDINGS:
-        yield f"{indent}         and {sum(row.count for row in rows[HOLDINGS:])} smaller values"
-    yield from _wrapped(f"{indent}  recomputes {recomputes}", indent)
-    yield from _ways_lines(ways, steps.inner, indent + "    ")
-
-
-def _inside_words(inside: Inside) -> str:
-    """What happens to a loop's body or a branch."""
-    regions = list(walk(inside.segments))
-    saved = sum(len(segment.saved) for segment in regions)
-    if not regions and not inside.barriers:
-        return "as it is"
-    words = f"{len(regions)} regions, {saved} values saved" if saved else f"{len(regions)} regions"
-    return f"{words}, {len(inside.barriers)} barriers"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
@@ -241,11 +130,6 @@ def _chart(plan: Plan) -> Iterator[str]:
     turn = min(CHART_COLUMNS - 1, round(after.turn / end * CHART_COLUMNS))
     yield " " * 12 + "-" * turn + "+" + "-" * (CHART_COLUMNS - turn)
     yield (" " * 12 + "forward"[:turn].ljust(turn) + "| backward").rstrip()[:COLUMNS]
-
-
-def times(n: int) -> str:
-    """How often, in words: `once`, `3 times`."""
-    return "once" if n == 1 else f"{n} times"
 
 
 def describe_frontier(frontier: Frontier) -> str:

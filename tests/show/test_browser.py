@@ -51,14 +51,19 @@ def things():
         updates, state = optimiser.update(gradients, state)
         return optax.apply_updates(params, updates), state, value
 
-    yield "plan", jaxsub.plan(layers, ws, x, budget=0.5, chunks=False)
+    plan = jaxsub.plan(layers, ws, x, budget=0.5, chunks=False)
+    yield "plan", plan
     yield "loop", jaxsub.plan(scanned, jnp.ones((120, 32, 128)), x, verify=False)
     yield "slices", jaxsub.plan(layers, ws, x, verify=False, chunks={0: 4})
     yield "frontier", jaxsub.frontier(layers, ws, x, points=5, budget="1MiB")
     yield "explanation", jaxsub.explain(layers, ws, x)
     yield "residuals", jaxsub.residuals(layers, ws, x)
     yield "measurement", jaxsub.measure(layers, ws, x)
-    yield "report", jaxsub.jit(step, memory="64MiB", donate_argnums=(0, 1)).report(ws, optimiser.init(ws), x)
+    planned = jaxsub.jit(step, memory="64MiB", donate_argnums=(0, 1))
+    yield "report", planned.report(ws, optimiser.init(ws), x)
+    yield "step plan", planned.plan(ws, optimiser.init(ws), x)
+    yield "difference", plan.diff(jaxsub.plan(layers, ws, x, verify=False, chunks=False))
+    yield "diagnosis", jaxsub.doctor(step, ws, optimiser.init(ws), x, verify=False)
     yield from PLANS.items()
 
 
@@ -84,7 +89,7 @@ def laid_out(tmp_path_factory):
 def test_no_card_is_wider_than_its_room(laid_out):
     """At 400 px and at 1,000 px nothing of any card is cut off or scrolls sideways, everything unfolded."""
     cards = {key: each for key, each in laid_out.items() if key[0] != "too wide"}
-    assert len(cards) == 4 * (8 + len(PLANS))
+    assert len(cards) == 4 * (11 + len(PLANS))
     assert {key: each["wide"] for key, each in cards.items() if each["wide"]} == {}
     assert [key for key, each in cards.items() if each["width"] > each["room"]] == []
 
