@@ -24,6 +24,7 @@ from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import in_its_width
 from jaxsub.planners import get
 from jaxsub.planners.optimal import solve
+from jaxsub.search.annotate import opened
 from jaxsub.search.verify import Verifier, cut_choices, finish, usual_choices
 
 Found = tuple[int, float, tuple[Run, ...], Chain]
@@ -158,7 +159,7 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
     chains = [pricer.chain(cuts) for cuts in usual_choices(program, cut_choices(program))]
     found = spread(_best((*point, chain) for chain in chains for point in solve(chain).frontier()), points)
     made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs, chain in found)
-    plans = [_finished(pricer, plan) for plan in made]
+    plans = [opened(program, _finished(pricer, plan), pricer.target, pricer.store) for plan in made]
     others = tuple(Point(name, _finished(pricer, plan)) for name, plan in by_hand(chains[0]))
     if is_measured:
         verifier = Verifier(pricer)

@@ -47,26 +47,28 @@ PARTS = ("slice", "squeeze", "reshape", "dynamic_slice", "broadcast_in_dim")
 REGIONS = ("checkpoint", "remat", "remat2")
 
 
-def opened(program: Program, plan: Plan, target: Target, store: Store) -> Plan:
+def opened(program: Program, plan: Plan, target: Target, store: Store | None) -> Plan:
     """The plan with its loops and slices opened.
 
     Args:
         program: The program as it was traced.
         plan: A plan of it.
         target: What it is planned for.
-        store: Where what was opened is kept between processes, under the program's own lines and scopes.
+        store: Where what was opened is kept between processes, under the program's own lines and scopes;
+            `None` for nowhere.
     """
     if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
         return plan
     lines = [(node.source, node.scope) for node in _everywhere(program.graph)]
     what = program.fingerprint, target.name, plan.loops, plan.slices, lines
     key = key_of("opened", code_digest(), of_jax(), *map(repr, what))
-    found: _Opened | None = store.get(key, _Opened)
+    found: _Opened | None = store.get(key, _Opened) if store is not None else None
     if found is None or any(steps.faults() for steps in found.steps):
         folded, bare = in_slices(program, plan)
         slices = (_opened_slices(program, run, target) for run in plan.slices)
         found = _Opened((*slices, *_loops(folded, bare.loops, target)))
-        store.put(key, found)
+        if store is not None:
+            store.put(key, found)
     return plan.replace(steps=found.steps)
 
 

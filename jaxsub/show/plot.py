@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
-from jaxsub.show.curves import Bar, Curve, bars, curve_of, curves, levels, marks_words, phase_bars, top_of
+from jaxsub.show.curves import Bar, Curve, bars, curve_of, curves, levels, marks_words, phase_bars, saved_rows, top_of
 from jaxsub.show.loops import slices_words, steps_words
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ MARKERS = "sD^vP*Xph8"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 MANY = 80
 """With more regions in a row than this the lines between them would hide them."""
+
+NAMED = 3
+"""How many of the values that a step saves are named under a picture."""
 
 ROW_SHARE = 0.045
 """Height of a row of regions, as a share of the highest curve."""
@@ -91,7 +94,7 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
     _rows(ax, bars(plan), ROW_SHARE * top / size)
     _finish(ax, unit if after is not None else "", bool(after))
     words = [slices_words(run) for run in plan.slices]
-    words += [f"{steps.label}: {steps_words(steps)[0]}" for steps in plan.steps if steps.kind == "loop"]
+    words += [line for steps in plan.steps for line in _steps_lines(steps)]
     return _told(ax, [*words, marks_words(plan)])
 
 
@@ -117,7 +120,15 @@ def plot_steps(steps: Steps, ax: Any = None) -> Any:
     _curve(ax, curve, size, f"live beside what it is given, {format_bytes(curve.peak_bytes)}")
     _rows(ax, phase_bars(steps.timeline), ROW_SHARE * curve.peak_bytes / size)
     _finish(ax, unit, is_timed=True)
-    return _told(ax, [f"inside one of {steps.length}: {steps.label}", f"saves {steps_words(steps)[0]}"])
+    return _told(ax, [f"inside one of {steps.length}", *_steps_lines(steps)])
+
+
+def _steps_lines(steps: Steps) -> list[str]:
+    """What a loop or a run in slices is, what each step saves, and the largest of that by name."""
+    rows = saved_rows(steps)
+    named = [f"{row.count} × {row.label}" for row in rows[:NAMED]]
+    more = [f"and {len(rows) - NAMED} more"] if len(rows) > NAMED else []
+    return [f"{steps.label}: saves {steps_words(steps)[0]}", *named, *more]
 
 
 def _told(ax: Any, words: Sequence[str]) -> Any:

@@ -290,7 +290,8 @@ class Step(Wrapped[P, R]):
                 digests = plan.equations or equation_digests(best.trial.sites[key].program)
                 put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
         held = self._held(sizing.first, args, kwargs)
-        return best, report(n_bytes, sizing.first.measurement, best, held, len(sizing.attempts))
+        return best, report(n_bytes, sizing.first.measurement, best, held, len(sizing.attempts),
+                            open_store(self._cache))  # fmt: skip
 
     def _as_planned(self, plan: StepPlan, limit: int | None, args: Any, kwargs: Any) -> tuple[Attempt, StepReport]:
         """The step under a plan that was given, compiled once: it is that step's, and keeps to the memory."""
@@ -301,7 +302,8 @@ class Step(Wrapped[P, R]):
         best = self.compile(Trial(given.target, plan.plans, are_given=True), args, kwargs)
         n_bytes = limit or self.memory.n_bytes or int(plan.plain_measurement.step_bytes * (self.memory.fraction or 1.0))
         require_fitting(plan, best.measurement, n_bytes)
-        return best, report(n_bytes, plan.plain_measurement, best, self._held(best, args, kwargs), 1)
+        held = self._held(best, args, kwargs)
+        return best, report(n_bytes, plan.plain_measurement, best, held, 1, open_store(self._cache))
 
     def _digest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)

@@ -15,11 +15,13 @@ import jax
 from jax.tree_util import SequenceKey, keystr
 
 from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.disk_cache import Store
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
+from jaxsub.search.annotate import opened
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
@@ -104,15 +106,17 @@ class StepReport(Shown):
         )
 
 
-def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held], n_compiles: int) -> StepReport:
+def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held], n_compiles: int,
+           store: Store) -> StepReport:  # fmt: skip
     """Put together what was found; warn of side effects that happen more often for it."""
     sites = []
     for key, site in best.trial.sites.items():
         found = best.plans[key]
         own = found.budget if best.trial.are_given else site.settings.budget
+        plan = finish(site.program, found, own if found is site.own else Budget(max(1, _predicted(found))))
         with site.axes():
             warn_of_repeated(site.program, found)
-        plan = finish(site.program, found, own if found is site.own else Budget(max(1, _predicted(found))))
+            plan = opened(site.program, plan, best.trial.target, store)
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
     return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,
                       best.updates.fused, best.updates.whole)  # fmt: skip

@@ -117,6 +117,17 @@ def test_the_regions_row_shows_the_steps(least):
     assert "each mark is a step of a loop" in least.to_html()
 
 
+def test_pictures_reports_and_frontiers_name_what_steps_save(half):
+    """Under a picture the largest values that steps save are named; a step's report and a frontier open loops too."""
+    label = half.steps[0].saved[0].label
+    assert label in half.plot(Figure().subplots()).get_xlabel()
+    (weights, x), loss = shapes(), jaxsub.sublinear(layers)
+    found = jaxsub.jit(lambda w, x: jax.grad(loss)(w, x), memory="64MiB").report(weights, x)
+    assert "carry float32" in found.sites[0].plan.to_html()
+    assert "carry float32" in found.to_html()
+    assert all(point.plan.steps for point in jaxsub.frontier(layers, weights, x, points=2).points)
+
+
 def test_many_steps_share_a_mark():
     """A loop of many steps is drawn with several of them in a mark, and the picture says how many."""
     plan = jaxsub.plan(layers, *shapes(4 * MOST_MARKS), verify=False)
@@ -158,4 +169,6 @@ def test_the_whole_function_in_slices_says_what_one_slice_does():
     assert "whole function: 4 × 256 of 1,024 rows" in text
     assert "6 x 64.0 KiB block_*: tanh float32[256,64] test_steps.py:" in text
     assert "One of 4 slices: whole function" in plan.to_html()
-    assert "inside one of 4: whole function" in plan.replace(timeline=None).plot(Figure().subplots()).get_xlabel()
+    assert (
+        "inside one of 4\nwhole function: saves" in plan.replace(timeline=None).plot(Figure().subplots()).get_xlabel()
+    )
