@@ -85,6 +85,11 @@ def curves(plan: Plan) -> tuple[Curve | None, Curve | None]:
     return curve_of(plan.plain_timeline), curve_of(plan.timeline)
 
 
+def whole_in_slices(plan: Plan) -> Steps | None:
+    """One slice, opened, where the whole function runs in slices: outside of them nothing changes over time."""
+    return next((s for s in plan.steps if s.kind == "slices" and s.timeline is not None and plan.n_nodes == 1), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A region drawn under the curve.

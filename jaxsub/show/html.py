@@ -21,7 +21,7 @@ from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import PHASES
 from jaxsub.show import curves as drawn
 from jaxsub.show.chart import chart_of, rows_of
-from jaxsub.show.curves import curves, region_label
+from jaxsub.show.curves import curves, region_label, whole_in_slices
 from jaxsub.show.loops import loop_words, recompute_words, slices_words, steps_words, times
 from jaxsub.show.text import budget_words, plan_words
 
@@ -109,7 +109,7 @@ def _cut(text: str) -> str:
 def _data(plan: Plan, n_labels: int) -> dict[str, Any] | None:
     """What the script needs to say what is alive at a moment."""
     timeline, (_, after) = plan.timeline, curves(plan)
-    if timeline is None or after is None:
+    if timeline is None or after is None or whole_in_slices(plan) is not None:
         return None
     labels: dict[str, int] = {}
     bare = replace(timeline, stage_labels=())

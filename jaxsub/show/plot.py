@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
-from jaxsub.show.curves import Bar, Curve, bars, curve_of, curves, levels, marks_words, phase_bars, saved_rows, top_of
+from jaxsub.show.curves import (
+    Bar,
+    Curve,
+    bars,
+    curve_of,
+    curves,
+    levels,
+    marks_words,
+    phase_bars,
+    saved_rows,
+    top_of,
+    whole_in_slices,
+)
 from jaxsub.show.loops import slices_words, steps_words
 
 if TYPE_CHECKING:
@@ -62,7 +74,7 @@ def _unit(n_bytes: int) -> tuple[str, int]:
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
     """Draw what stands in memory over time, before and after, with regions and the steps of loops under it.
 
-    A plan without a timeline, such as that of a loss in slices, is drawn as one of its steps or slices.
+    A plan without a timeline, or of a function that runs in slices as a whole, is drawn as one step or slice.
 
     Args:
         plan: The plan.
@@ -75,8 +87,10 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
         ImportError: If matplotlib is not there.
     """
     before, after = curves(plan)
-    inside = next((steps for steps in plan.steps if steps.timeline is not None), None)
-    if after is None and not plan.segments and inside is not None:
+    inside = whole_in_slices(plan)
+    if after is None and not plan.segments:
+        inside = next((steps for steps in plan.steps if steps.timeline is not None), None)
+    if inside is not None:
         return plot_steps(inside, ax)
     ax, found = _axes(ax), levels(plan)
     top = top_of((before, after), found)

@@ -12,7 +12,7 @@ from jaxsub.core.chain import Prediction
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding
-from jaxsub.show.curves import Row, alike, curves, extra_share, residual_rows
+from jaxsub.show.curves import Row, alike, curve_of, curves, extra_share, residual_rows, whole_in_slices
 from jaxsub.show.loops import COLUMNS, HOLDINGS, recompute_words, regions_words, slices_lines, ways_lines
 
 if TYPE_CHECKING:
@@ -112,6 +112,9 @@ def _measured_flops(plan: Plan) -> str:
 def _chart(plan: Plan) -> Iterator[str]:
     """Live bytes over time: `.` before, `#` after."""
     before, after = curves(plan)
+    inside = whole_in_slices(plan)
+    if inside is not None:
+        before, after = None, curve_of(inside.timeline)
     if after is None:
         return
     end = max(c.end for c in (before, after) if c is not None)
@@ -121,7 +124,7 @@ def _chart(plan: Plan) -> Iterator[str]:
     was = before.sampled(CHART_COLUMNS, end) if before is not None else (0,) * CHART_COLUMNS
     now = after.sampled(CHART_COLUMNS, end)
     yield ""
-    yield "predicted memory over time: `.` without the plan, `#` with it"
+    yield "predicted memory " + ("inside one slice" if inside else "over time: `.` without the plan, `#` with it")
     for row in range(CHART_ROWS, 0, -1):
         level = peak * (row - 0.5) / CHART_ROWS
         label = format_bytes(peak) if row == CHART_ROWS else ""
