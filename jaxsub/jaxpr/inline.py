@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
 
-IN_SLICES = "in_slices"
+IN_SLICES = "jaxsub_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""
 
 

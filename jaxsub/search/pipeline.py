@@ -42,7 +42,7 @@ from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import honoured, read_wishes, wishing
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
-from jaxsub.search.progress import Progress, tell
+from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.slice_search import sliced_or_whole
 from jaxsub.search.slicing import Chunks
 
@@ -134,6 +134,8 @@ def _kept(program: Program, settings: Settings) -> Plan:
             put_refusal(store, key, error)
             raise
         put_plan(store, key, plan)
+    elif settings.progress:
+        say(f"found in the plan cache, {summary(plan)}", 0.0)
     return opened(program, plan, target, store)
 
 

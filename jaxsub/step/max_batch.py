@@ -19,7 +19,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
 from jaxsub.search.bracket import largest
 from jaxsub.search.call_sites import Trial
-from jaxsub.search.progress import Progress
+from jaxsub.search.progress import Progress, say
 from jaxsub.step.device import device_bytes
 from jaxsub.step.jit import Step
 from jaxsub.step.report import StepReport
@@ -104,7 +104,10 @@ def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[An
         while True:
             planned = max(planned, plain, multiple_of)
             try:
-                return BatchSizes(n_bytes, plain, planned, batches.report(planned))
+                found = BatchSizes(n_bytes, plain, planned, batches.report(planned))
+                if progress:
+                    say(f"the largest batch is {planned}, {plain} without a plan, in {format_bytes(n_bytes)}", 0.0)
+                return found
             except InfeasibleBudgetError as error:
                 if planned <= max(plain, multiple_of):
                     raise

@@ -142,6 +142,19 @@ def test_regions_have_names_in_profiles():
     assert all(f"jaxsub/segment_{i}/" in text for i in range(2))
 
 
+def test_loops_and_slices_have_names_in_profiles():
+    """A loop that runs as planned, and a run in slices, are named in what a profiler shows."""
+
+    def scanned(ws, x):
+        with jax.named_scope("layers"):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, ws)[0].mean()
+
+    ws, x = jnp.stack([jnp.eye(16)] * 8), jnp.ones((512, 16))
+    for chunks, name in ((False, "layers)/jit(jaxsub_scan)"), ({0: 4}, "jit(jaxsub_slices)")):
+        fun = jaxsub.sublinear(scanned, chunks=chunks, progress=False)
+        assert name in jaxsub.jit(jax.grad(fun)).lower(ws, x).compile().as_text()
+
+
 def test_a_profile_names_regions(tmp_path):
     """A trace by jax.profiler carries the names of regions, for a viewer to show."""
     step = jaxsub.jit(jax.value_and_grad(planned(planner="chen")))

@@ -88,6 +88,15 @@ def test_one_line_is_logged(caplog):
     assert "measured instead of" in line
 
 
+def test_a_plan_of_the_cache_is_logged_too(caplog, tmp_path):
+    """A decision that was made before is told as such, in one line."""
+    planned(budget=0.5, cache=tmp_path)
+    with caplog.at_level(logging.INFO, "jaxsub"):
+        planned(budget=0.5, cache=tmp_path, progress=True)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("found in the plan cache, planned by")
+
+
 def test_nothing_is_written_to_what_is_no_terminal(monkeypatch):
     """Neither a bar nor a line, however long it takes."""
     monkeypatch.setattr("jaxsub.search.progress.LONG_SECONDS", 0.0)
