@@ -131,7 +131,10 @@ def _fitted(fun: Any, args: tuple[Any, ...], memory: str | None, target: Target,
         return fun
     if memory is None:
         raise click.UsageError("--step needs --budget or --max-memory, or a step made by jaxsub.jit(memory=...).")
-    donated = _argnums(donate) if donate is not None else donated_argnums(fun, args)
+    try:
+        donated = _argnums(donate) if donate is not None else donated_argnums(fun, args)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     run = getattr(fun, "__wrapped__", fun) if hasattr(fun, "trace") else fun
     fitted: Step[..., Any] = jit(run, memory=memory, target=target, donate_argnums=donated)
     return fitted

@@ -16,7 +16,7 @@ import jax
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.diagnosis.findings import Finding
-from jaxsub.diagnosis.subject import Flat, Subject, bind, of_loss, returned_anew, walk
+from jaxsub.diagnosis.subject import Flat, Subject, bind, is_backward, of_loss, returned_anew, walk
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.trace import Program
@@ -24,6 +24,9 @@ from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.pipeline import Settings, make_plan
 from jaxsub.step.fused_update import fuse
 from jaxsub.step.sizing import step_bytes
+
+NO_UPDATE = frozenset(("dot_general", "conv_general_dilated", "gather", "reduce_sum", "reduce_max"))
+"""What makes something else of an argument than an update of it."""
 
 SAVES = 0.99
 """Regions with which a program needs more than this share of what it needs without them change nothing."""
@@ -162,11 +165,11 @@ def donations(subject: Subject) -> Iterator[Finding]:
     """Arguments that the step returns updated and that are not donated."""
     if subject.program is not None:
         return
-    numbers, leaves, at = [], list(subject.donated), 0
+    numbers, leaves, at, updated = [], list(subject.donated), 0, _updated(subject)
     for number, argument in enumerate(subject.arguments):
         size = len(jax.tree.leaves(argument))
         kept = not all(subject.donated[at : at + size])
-        if size and kept and returned_anew(argument, subject.out_info):
+        if kept and returned_anew(argument, subject.out_info) and updated & set(subject.inputs[at : at + size]):
             numbers.append(number)
             leaves[at : at + size] = [True] * size
         at += size
@@ -174,11 +177,33 @@ def donations(subject: Subject) -> Iterator[Finding]:
         return
     saved = step_bytes(subject.measurement) - step_bytes(subject.measure(subject.call, leaves))
     told = str(numbers[0]) if len(numbers) == 1 else str(tuple(numbers))
+    counted = ", counted without static arguments" if subject.has_statics else ""
     yield Finding(
         "not donated", saved,
         f"the step returns {'argument' if len(numbers) == 1 else 'arguments'} {told} updated, in new memory.",
-        f"jax.jit(step, donate_argnums={told}), and use only what it returns afterwards.", is_measured=True,
+        f"jax.jit(step, donate_argnums={told}){counted}, and use only what it returns afterwards.", is_measured=True,
     )  # fmt: skip
+
+
+def _updated(subject: Subject) -> set[Any]:
+    """Inputs that results are updates of: read elementwise, or carried by a loop, on the way back to a gradient."""
+    makers = {v: eqn for eqn in subject.eqns for v in eqn.outvars}
+    todo, found = [a for a in subject.outputs if compat.is_var(a)], set()
+    while todo:
+        if (var := todo.pop()) in found:
+            continue
+        found.add(var)
+        if (maker := makers.get(var)) is not None:
+            todo += [a for a in _updates(maker, maker.outvars.index(var)) if compat.is_var(a)]
+    return found
+
+
+def _updates(eqn: Any, place: int) -> Sequence[Any]:
+    """What an equation's result may be an update of."""
+    if not is_backward(eqn):
+        return () if eqn.primitive.name in NO_UPDATE else eqn.invars
+    n_consts, n_carry = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
+    return eqn.invars[n_consts + place : n_consts + place + 1] if place < n_carry else ()
 
 
 def whole_gradients(subject: Subject) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ class Subject:
         target: What it is compiled for.
         arguments: The positional arguments, as trees of shapes; of a step alone.
         out_info: Shapes of the results, as a tree; of a step alone.
+        has_statics: Whether some arguments are static, and not among these.
         program: The loss before differentiation; `None` of a step.
         is_planned: Whether jaxsub has planned it already.
     """
@@ -54,6 +55,7 @@ class Subject:
     target: Target
     arguments: tuple[Any, ...] = ()
     out_info: Any = None
+    has_statics: bool = False
     program: Program | None = None
     is_planned: bool = False
     eqns: tuple[Any, ...] = field(init=False)
@@ -138,6 +140,7 @@ def subject_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             ]
             return Subject(jex_core.jaxpr_as_fun(traced.jaxpr), tuple(shapes), traced.jaxpr,
                            tuple(info.donated for info in infos), target, traced.args_info[0], traced.out_info,
+                           len(traced.args_info[0]) < len(args),
                            is_planned=is_planned)  # fmt: skip
     program = trace_call(fun, args, kwargs, argnums)
     return of_loss(program, as_traced(program), target, is_planned=is_planned)

@@ -71,6 +71,9 @@ def fusing(
 def donated_argnums(fun: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of the arguments that a function under `jax.jit` donates; none of any other function.
 
+    Raises:
+        ValueError: If some of its arguments are static.
+
     Example:
         >>> step = jax.jit(lambda w, x: (w + x, x), donate_argnums=0)
         >>> donated_argnums(step, (jax.ShapeDtypeStruct((2,), "float32"),) * 2)
@@ -79,6 +82,8 @@ def donated_argnums(fun: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     if not hasattr(fun, "trace"):
         return ()
     given = fun.trace(*args).args_info[0]
+    if len(given) < len(args):
+        raise ValueError("the step has static arguments: pass a function of its arrays, and say what it donates.")
     return tuple(
         i for i, arg in enumerate(given) if (leaves := jax.tree.leaves(arg)) and all(x.donated for x in leaves)
     )

@@ -37,6 +37,11 @@ def step(state, x):
     ms = [0.9 * m + g for m, g in zip(moments, jax.grad(planned)(ws, x))]
     return [w - 0.1 * m for w, m in zip(ws, ms)], ms
 
+stepped = jax.jit(lambda n, state, x: step(state, x), static_argnums=0)
+
+def numbered():
+    return 3, *state()
+
 def state():
     s = jax.ShapeDtypeStruct((512, 16), jnp.float32)
     return ([jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12,) * 2, s
@@ -163,6 +168,11 @@ WRONG = {
     "NUL in a picture": (("frontier", *LOSS, "--plot", "a\0b.png"), 2, "cannot hold the character NUL"),
     "NUL in a target": (("plan", *LOSS, "--target", "h\x00100"), 2, "no target"),
     "no step": (("plan", *STEP), 2, "--step needs --budget or --max-memory"),
+    "static arguments": (
+        ("plan", "toy_train:stepped", "--args", "toy_train:numbered", "--step", "--budget", "0.8"),
+        2,
+        "the step has static arguments",
+    ),
     "no memory to check": (("plan", *LOSS, "--check"), 2, "--check needs --max-memory"),
     "a fraction to check": (("plan", *LOSS, "--check", "--max-memory", "0.5"), 2, "--max-memory takes bytes"),
     "no planner": (("plan", *LOSS, "--planner", "chenn"), 2, "did you mean 'chen'"),

@@ -221,6 +221,16 @@ def test_a_step_says_what_only_its_loss_shows():
     assert "Pass the loss itself" in found.not_looked_at[0]
 
 
+def test_an_argument_that_a_loop_carries_is_one_to_donate():
+    """An update inside the backward scan, or in a scan over batches, is an update; positions leave statics out."""
+    fused = jaxsub.jit(adamw, fuse_updates=True)
+    assert "donate_argnums=0)" in jaxsub.doctor(fused, STATE, X).findings[0].fix
+
+    epoch = jax.jit(lambda n, state, xs: lax.scan(adamw, state, xs), static_argnums=0)
+    (finding,) = jaxsub.doctor(epoch, 2, STATE, X[None]).findings
+    assert finding.fix.startswith("jax.jit(step, donate_argnums=0), counted without static arguments")
+
+
 def test_a_loss_that_returns_more_is_a_loss():
     """Statistics that a loss returns updated make no step of it: it has no backward pass."""
 
@@ -240,6 +250,7 @@ CLEAN = {
     "a plan": (jaxsub.sublinear(LOOP, verify=False), (WS, X)),
     "the update inside the scan": (jaxsub.jit(adamw, memory=1.0, donate_argnums=0), (STATE, X)),
     "the same without a budget": (jaxsub.jit(adamw, fuse_updates=True, donate_argnums=0), (STATE, X)),
+    "gradients, which are no updates": (jax.jit(jax.value_and_grad(LOOP)), (STACK, X)),
     "a frugal rule": (with_rule(frugal), (WS[:1], X)),
     "each layer a region that saves": (jaxsub.sublinear(under(None), verify=False), (WS, X)),
 }
