@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from jaxsub.core.measurement import Measurement
     from jaxsub.core.plan import Plan
+    from jaxsub.core.step_plan import StepPlan
     from jaxsub.devices import targets
     from jaxsub.diagnosis.doctor import doctor
     from jaxsub.step.device import OutOfMemoryError
@@ -41,6 +42,7 @@ __all__ = [
     "PlanMismatchError",
     "PlannerError",
     "Segment",
+    "StepPlan",
     "Sublinear",
     "UnsupportedError",
     "VerificationError",
@@ -67,6 +69,7 @@ _HOMES = {
     "core.errors": tuple(name for name in __all__ if name.endswith("Error") and name != "OutOfMemoryError"),
     "core.measurement": ("Measurement",),
     "core.plan": ("Plan",),
+    "core.step_plan": ("StepPlan",),
     "diagnosis.doctor": ("doctor",),
     "step.device": ("OutOfMemoryError",),
     "step.jit": ("jit",),
