@@ -1,8 +1,8 @@
 """A decoder written with Equinox under a budget: the loss is wrapped, and nothing else changes.
 
 The model is an argument of the loss, as Equinox has it: functions, rates and flags among its leaves are left alone,
-`eqx.filter_value_and_grad` and `eqx.filter_jit` work as before. Beside it the usual way by hand: every block under
-`eqx.filter_checkpoint`, with a policy of `jaxsub.policies`.
+`eqx.filter_value_and_grad` works as before, `jaxsub.equinox.filter_jit` is `eqx.filter_jit` on every device. Beside it
+the usual way by hand: every block under `jaxsub.equinox.filter_checkpoint`, with a policy by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 import jaxsub
-from jaxsub import policies
+from jaxsub.equinox import filter_checkpoint, filter_jit
 
 MIB = 2**20
 
@@ -65,7 +65,7 @@ class Decoder(eqx.Module):
         """Map i32[length] to logits f32[length, words]."""
         x = jax.vmap(self.embed)(words)
         for i, block in enumerate(self.blocks):
-            call = block if self.policy is None else eqx.filter_checkpoint(block, policy=self.policy)
+            call = block if self.policy is None else filter_checkpoint(block, policy=self.policy)
             x = call(x, jax.random.fold_in(key, i))
         return jax.vmap(self.head)(x)
 
@@ -81,7 +81,7 @@ def train(loss: Callable[..., Any], model: Decoder, words: np.ndarray, steps: in
     optimizer = optax.adam(1e-3)
     state, losses = optimizer.init(eqx.filter(model, eqx.is_inexact_array)), []
 
-    @eqx.filter_jit
+    @filter_jit
     def step(model: Decoder, state: Any, key: jax.Array) -> Any:
         value, grads = eqx.filter_value_and_grad(loss)(model, words, key)
         updates, state = optimizer.update(grads, state)
@@ -95,11 +95,8 @@ def train(loss: Callable[..., Any], model: Decoder, words: np.ndarray, steps: in
 
 def temp_bytes(loss: Callable[..., Any], model: Decoder, words: np.ndarray) -> int:
     """What the compiler allocates for the gradient beside arguments and outputs."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    gradient = jaxsub.jit(
-        jax.value_and_grad(lambda arrays, words: loss(eqx.combine(arrays, rest), words, jax.random.key(0)))
-    )
-    return gradient.lower(arrays, words).compile().memory_analysis().temp_size_in_bytes
+    lowered = filter_jit(eqx.filter_value_and_grad(loss)).lower(model, words, jax.random.key(0))
+    return lowered.compile().compiled.memory_analysis().temp_size_in_bytes
 
 
 def main() -> None:
@@ -111,7 +108,7 @@ def main() -> None:
     print(__doc__, flush=True)
     words = np.random.default_rng(0).integers(0, n_words, (batch, length)).astype(np.int32)
     model = Decoder(depth, dim, n_words, jax.random.key(0))
-    by_hand = Decoder(depth, dim, n_words, jax.random.key(0), policy=policies.save_costly)
+    by_hand = Decoder(depth, dim, n_words, jax.random.key(0), policy="save_costly")
     verify = not is_toy  # planning by prediction alone takes seconds
     jax.config.update("jax_disable_most_optimizations", is_toy)  # it is compiled for longer than it runs
     small = jaxsub.sublinear(loss, budget=temp_bytes(loss, by_hand, words), verify=verify)

@@ -42,8 +42,9 @@ class Policy:
         """Refuse to decide for one equation; policies that can override this."""
         raise UnsupportedError(
             f"The policy {self} decides for a whole function, but jax.checkpoint calls it for one equation at a time. "
-            f'Wrap the function with jaxsub.policies.checkpoint(fun, policy="{self}"), jaxsub.flax.linen.remat or '
-            "jaxsub.flax.nnx.remat instead, or use save_nothing, save_all or save_costly."
+            f'Wrap the function with jaxsub.policies.checkpoint(fun, policy="{self}"), jaxsub.flax.linen.remat, '
+            "jaxsub.flax.nnx.remat or jaxsub.equinox.filter_checkpoint instead, or use save_nothing, save_all or "
+            "save_costly."
         )
 
     def plan(self, program: Program) -> Plan:

@@ -95,7 +95,8 @@ def refuse_ignored(policy: Any, jaxpr: Any) -> None:
         raise UnsupportedError(
             f"With jax_remat3, JAX {jax.__version__} recomputes {', '.join(ignored)} and silently ignores the policy "
             f'{policy}, which saves that. Use jaxsub.policies.checkpoint(fun, policy="{policy}"), '
-            "jaxsub.flax.linen.remat or jaxsub.flax.nnx.remat instead, or turn jax_remat3 off."
+            "jaxsub.flax.linen.remat, jaxsub.flax.nnx.remat or jaxsub.equinox.filter_checkpoint instead, or turn "
+            "jax_remat3 off."
         )
 
 
