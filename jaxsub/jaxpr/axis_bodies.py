@@ -194,6 +194,14 @@ def _function_of(eqn: Any) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtyp
     return lambda *xs: jax.core.eval_jaxpr(jaxpr, (), *xs), [compat.shape_of(v.aval) for v in invars]
 
 
+def _traced(rule: Callable[..., Any], *shapes: Any) -> Any:
+    """The jaxpr of a derivative rule; some rules are not meant for all inputs at once, and say so in their own way."""
+    try:
+        return jax.make_jaxpr(rule)(*shapes)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise NoRule("its derivative rule does not take tangents of all it reads") from error
+
+
 def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
     function, avals = _function_of(eqn)
     can_move = [is_inexact(a) for a in avals]
@@ -204,7 +212,7 @@ def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
                                                   for p, m in zip(primals, can_move, strict=True)])  # fmt: skip
         return [*outs, *(t for o, t in zip(outs, moved, strict=True) if is_inexact(o))]
 
-    trace = functools.cache(lambda: jax.make_jaxpr(jvp)(avals, [a for a, m in zip(avals, can_move, strict=True) if m]))
+    trace = functools.cache(lambda: _traced(jvp, avals, [a for a, m in zip(avals, can_move, strict=True) if m]))
 
     def derived(main: Body) -> tuple[Body, ...]:
         moving = [p for p, m in zip(main.ins, can_move, strict=True) if m]
@@ -235,9 +243,9 @@ def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 
     @functools.cache
     def trace() -> tuple[Any, Any]:
-        closed: Any = jax.make_jaxpr(forward)(*avals)
+        closed: Any = _traced(forward, *avals)
         leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals[len(eqn.outvars) :]]
-        return closed, jax.make_jaxpr(backward)(leaves, [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)])
+        return closed, _traced(backward, leaves, [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)])
 
     def derived(main: Body) -> tuple[Body, ...]:
         results = [o for o, v in zip(main.outs, eqn.outvars, strict=True) if is_inexact(v)]
