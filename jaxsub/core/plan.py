@@ -167,6 +167,11 @@ class Plan(Shown, Stored):
         return cls(fingerprint, budget or Budget(), len(counts), segments, barriers, planner="mirror")
 
     @property
+    def n_traced(self) -> int:
+        """How many equations the program has as it was traced: `n_nodes` where nothing runs in slices."""
+        return self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices if not run.within)
+
+    @property
     def n_regions(self) -> int:
         """How many `jax.checkpoint` regions it emits."""
         return sum(1 for _ in walk(self.segments))
@@ -190,9 +195,8 @@ class Plan(Shown, Stored):
         found += [f"steps.{fault}" for steps in self.steps for fault in steps.faults()]
         if not 0 <= self.n_nodes <= MOST_NODES:
             found.append(f"n_nodes: {self.n_nodes} is not in 0 .. {MOST_NODES}")
-        n_traced = self.n_nodes + sum(run.stop - run.start - 1 for run in self.slices if not run.within)
-        if len(self.equations) not in (0, DIGITS * n_traced):
-            found.append(f"equations: {len(self.equations)} digits, not {DIGITS * n_traced}")
+        if len(self.equations) not in (0, DIGITS * self.n_traced):
+            found.append(f"equations: {len(self.equations)} digits, not {DIGITS * self.n_traced}")
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 

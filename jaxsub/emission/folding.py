@@ -54,6 +54,16 @@ def axis_of(program: Program, slices: Slices) -> Axis:
     return follow(eqns, reads, returns, variable_of(program, slices.value), slices.dim)
 
 
+def carried_over(program: Program, slices: Slices) -> Slices:
+    """A run of a program of the same form, for another batch, in slices as large as they were.
+
+    Raises:
+        NotIndependent: If it is not independent here.
+    """
+    length = axis_of(program_within(program, slices.within), slices).length
+    return replace(slices, length=length, count=max(2, -(-length // slices.size)))
+
+
 def program_of_slice(program: Program, slices: Slices) -> Program:
     """Make a program of one slice: a function of its start, its parts, and the values read whole.
 

@@ -231,3 +231,9 @@ class _Given:
 
     def __init__(self, sharding: Any):
         self.sharding = sharding
+
+
+def spans_devices(tree: Any) -> bool:
+    """Whether any array, or sharding, of a tree spans several devices."""
+    found = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(s, jax.sharding.Sharding) and s.num_devices > 1 for s in found)

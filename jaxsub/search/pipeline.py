@@ -143,8 +143,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     """Plan a program and say what was decided."""
     began = time.monotonic()
     with Progress(settings.progress) as step:
-        planning = _Planning(settings, target, store, step)
-        if settings.mirror is not None or settings.chunks is False or compat.names_axes(program.traced):
+        planning = Planning(settings, target, store, step)
+        if not may_be_sliced(program, settings):
             plan = planning.whole(program, settings.budget, False)
         else:
             plan = sliced_or_whole(program, target, settings.budget, settings.chunks, planning.whole)
@@ -155,13 +155,18 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     return plan
 
 
+def may_be_sliced(program: Program, settings: Settings) -> bool:
+    """Whether runs of a program may be executed in slices."""
+    return settings.mirror is None and settings.chunks is not False and not compat.names_axes(program.traced)
+
+
 @dataclass(slots=True, eq=False)
-class _Planning:
+class Planning:
     """Plans a program, and others with runs of it in slices: what one was priced and compiled for is remembered."""
 
     settings: Settings
     target: Target
-    store: Store
+    store: Store | None
     step: Callable[[str], None]
     verifiers: dict[str, verifying.Verifier] = field(init=False, default_factory=dict)
 

@@ -8,6 +8,7 @@ need far more than the budget, sets come first and the program without slices is
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,31 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
         raise search.refusal()
     best = min(search.plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
     return search.beside_plain(best)
+
+
+def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole) -> Plan | None:
+    """The plan in slices that is predicted to recompute least within a budget; where none fits, that needs least.
+
+    Args:
+        program: The program.
+        target: What it is planned for.
+        n_bytes: The budget.
+        whole: Plans a program as it stands.
+
+    Returns:
+        The plan; `None` where no run may be executed in slices.
+    """
+    found: list[tuple[tuple[bool, float, int], Plan]] = []
+    for number, runs in enumerate(candidates(program, target, n_bytes)):
+        with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
+            try:
+                plan = _in_slices(program, runs, Budget(n_bytes), whole, True)
+                rank = (False, round(recomputed_share(plan), 3), number)
+            except InfeasibleBudgetError as refused:
+                plan = _in_slices(program, runs, Budget(refused.least_bytes), whole, True)
+                rank = (True, float(_need(plan)), number)
+            found.append((rank, plan))
+    return min(found, key=lambda ranked: ranked[0])[1] if found else None
 
 
 @dataclass(slots=True, eq=False)

@@ -174,19 +174,22 @@ def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
 def _asked(program: Program, key: Any, count: int) -> Slices:
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise ChunksError(f"chunks={{{key!r}: {count!r}}}: the number of slices must be an int of at least 2.")
-    within, part, (start, stop) = (
-        ((), program, (0, len(program.eqns))) if isinstance(key, int) else _named(program, key)
-    )
-    seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(part, start, stop)
-    found, refused = _follow_all(part, start, stop, seeds)
+    n = len(program.eqns)
+    within, part, (start, stop) = ((), program, (0, n)) if isinstance(key, int) else _named(program, key)
     widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
-    found = [f for f in found if 2 * f.carried_bytes > widest]
-    if not found:
+    is_last = part.loss is not None and not any(node.is_costly for node in part.graph.nodes[stop:])
+    refused: list[NotIndependent] = []
+    for end in dict.fromkeys((n, stop) if is_last else (stop,)):  # up to the loss no slice is recomputed
+        seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(part, start, end)
+        axes, refused = _follow_all(part, start, end, seeds)
+        found = max((f for f in axes if 2 * f.carried_bytes > widest), key=lambda f: f.carried_bytes, default=None)
+        if found is not None:
+            break
+    else:
         raise ChunksError(_refusal(key, refused))
-    best = max(found, key=lambda f: f.carried_bytes)
-    if best.axis.length < count:
-        raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {best.axis.length} units.")
-    return replace(best, within=within, weight=_weight(program, within)).slices(program, count)
+    if found.axis.length < count:
+        raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {found.axis.length} units.")
+    return replace(found, within=within, weight=_weight(program, within)).slices(program, count)
 
 
 def _refusal(key: Any, refused: Sequence[NotIndependent]) -> str:

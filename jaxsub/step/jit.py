@@ -14,7 +14,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Protocol, TypeVar, overload
 
 import jax.core
@@ -31,6 +31,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.order import equation_digests, unordered_digest, unordered_fingerprint
+from jaxsub.jaxpr.shardings import spans_devices
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import Site, Trial
@@ -47,6 +48,7 @@ from jaxsub.step.sizing import Attempt, Sizing, step_bytes
 R_co = TypeVar("R_co", covariant=True)
 AnyMemory = str | float | Budget
 AnyStepPlan = StepPlan | str | os.PathLike[str]
+_is_none = functools.partial(is_, None)
 
 
 class Jitted(Protocol[P, R_co]):
@@ -335,7 +337,8 @@ class Step(Wrapped[P, R]):
             return self.compile(trial, args, kwargs, may_be_alike=may_be_alike)
 
         first = compile_trial(Trial(target), may_be_alike=may_be_alike)
-        return Sizing(first, compile_trial, target, open_store(self._cache), told)
+        return Sizing(first, compile_trial, target, open_store(self._cache), told,
+                      is_spread=target.n_devices > 1 or spans_devices((args, kwargs, self._shardings)))  # fmt: skip
 
     def _n_bytes(self, first: Attempt) -> int:
         """What the step may take, in bytes."""
@@ -409,7 +412,3 @@ def _placed_type(leaf: Any) -> tuple[Any, Any]:
 
 def _spread(leaf: Any, sharding: Any) -> Any:
     return leaf if sharding is None else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

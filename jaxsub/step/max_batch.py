@@ -17,6 +17,7 @@ from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import BudgetError, InfeasibleBudgetError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
+from jaxsub.emission.folding import carried_over
 from jaxsub.search.bracket import largest
 from jaxsub.search.call_sites import Trial
 from jaxsub.search.progress import Progress, say
@@ -147,11 +148,14 @@ class _Batches:
         step, args = self._step(batch)
         sites = step.find(args, {})
         alike = len(sites) == len(self.least) and all(
-            len(site.program.eqns) == plan.n_nodes for site, plan in zip(sites.values(), self.least, strict=True)
+            len(site.program.eqns) == plan.n_traced for site, plan in zip(sites.values(), self.least, strict=True)
         )
         if not alike:
             return step_bytes(step.sizing(args, {}, self.told).least().measurement)
-        plans = {key: plan.replace(fingerprint=key) for key, plan in zip(sites, self.least, strict=True)}
+        plans = {}
+        for (key, site), plan in zip(sites.items(), self.least, strict=True):
+            slices = tuple(carried_over(site.program, run) for run in plan.slices)
+            plans[key] = plan.replace(fingerprint=key, slices=slices)
         self.told(f"the whole step, batch {batch}")
         return step_bytes(step.compile(Trial(get_target(self.target), plans), args, {}).measurement)
 

@@ -22,6 +22,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.annotate import opened
+from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
@@ -92,9 +93,9 @@ class StepReport(Shown):
     @property
     def extra(self) -> float:
         """What the functions in it execute again, in forward passes."""
-        found = [(s.plan.prediction, s.calls) for s in self.sites if s.plan.prediction is not None]
-        forward = sum(p.forward_flops * calls for p, calls in found)
-        return sum(p.extra_flops * calls for p, calls in found) / max(forward, 1.0)
+        found = [(recomputed_share(s.plan), s.plan.prediction.forward_flops * s.calls)
+                 for s in self.sites if s.plan.prediction is not None]  # fmt: skip
+        return sum(share * forward for share, forward in found) / max(sum(forward for _, forward in found), 1.0)
 
     @property
     def summary(self) -> str:

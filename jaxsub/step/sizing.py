@@ -25,8 +25,9 @@ from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import Candidates, Way, predicted_bytes
-from jaxsub.search.pipeline import once
+from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
+from jaxsub.search.pipeline import Planning, may_be_sliced, once
+from jaxsub.search.slice_search import LITTLE_EXTRA, best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
 from jaxsub.step.fused_update import Findings
 
@@ -59,8 +60,8 @@ class Attempt:
     @property
     def extra_flops(self) -> float:
         """What is predicted to be executed again, in all of its functions."""
-        found = ((p.prediction, self.trial.calls[key]) for key, p in self.plans.items())
-        return sum(prediction.extra_flops * calls for prediction, calls in found if prediction is not None)
+        found = ((p, p.prediction, self.trial.calls[key]) for key, p in self.plans.items())
+        return sum(recomputed_share(p) * max(said.forward_flops, 1.0) * calls for p, said, calls in found if said)
 
 
 def step_bytes(measured: Measurement) -> int:
@@ -76,10 +77,12 @@ class Ladder:
     target: Target
     store: Store | None
     progress: Callable[[str], None]
+    may_slice: bool
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
     chosen: Way | None = field(init=False, default=None)
+    planning: Planning | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
@@ -102,12 +105,27 @@ class Ladder:
         with self.site.axes():
             if self.chosen is None:
                 self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
-            return self.candidates.plan(self.chosen, n_bytes)
+            plan = self.candidates.plan(self.chosen, n_bytes)
+            if predicted_bytes(plan) <= n_bytes and recomputed_share(plan) <= LITTLE_EXTRA:
+                return plan
+            plans = [plan, *self._in_slices(max(1, int(n_bytes)))]
+        fitting = [plan for plan in plans if predicted_bytes(plan) <= n_bytes]
+        return min(fitting, key=recomputed_share) if fitting else min(plans, key=predicted_bytes)
+
+    def _in_slices(self, n_bytes: int) -> list[Plan]:
+        """The best plan with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
+        program, settings = self.site.program, self.site.settings
+        if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
+            return []
+        if self.planning is None:
+            self.planning = Planning(settings, self.target, self.store, self.progress)
+        plan = best_in_slices(program, self.target, n_bytes, self.planning.whole)
+        return [] if plan is None else [plan]
 
     def least(self) -> list[Plan]:
-        """The least plan on each partition; the same whatever was asked before."""
+        """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            return [self.candidates.plan(Way(cuts), 1) for cuts in self.cuts]
+            return [*(self.candidates.plan(Way(cuts), 1) for cuts in self.cuts), *self._in_slices(1)]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
@@ -125,6 +143,8 @@ class Sizing:
         target: What it is planned for.
         store: Where prices are remembered.
         progress: Told of what is compiled.
+        is_spread: Whether the step runs on several devices: nothing runs in slices then, for nobody knows which axes
+            they share.
         attempts: All that was compiled.
         ladders: The plans of every function that may be planned.
     """
@@ -134,13 +154,15 @@ class Sizing:
     target: Target
     store: Store | None
     progress: Callable[[str], None]
+    is_spread: bool = False
     attempts: dict[Any, Attempt] = field(init=False)
     ladders: dict[str, Ladder] = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempts = {_shape(self.first.plans): self.first}
         sized = {key: site for key, site in self.first.trial.sites.items() if site.is_sized}
-        self.ladders = {key: Ladder(site, self.target, self.store, self.progress) for key, site in sized.items()}
+        asked = self.target, self.store, self.progress, not self.is_spread
+        self.ladders = {key: Ladder(site, *asked) for key, site in sized.items()}
 
     def attempt(self, plans: Mapping[str, Plan]) -> Attempt:
         """Compile the step under plans, unless that was done before."""
@@ -233,4 +255,4 @@ class Sizing:
 
 def _shape(plans: Mapping[str, Plan]) -> Any:
     """What of plans decides what is compiled."""
-    return tuple((key, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))
+    return tuple((key, p.slices, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))

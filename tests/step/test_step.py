@@ -66,10 +66,10 @@ def taken(step, *args, **kwargs):
 
 def planned(report):
     """The plans of a report that do something."""
-    return [site.plan for site in report.sites if site.plan.segments or site.plan.barriers]
+    return [site.plan for site in report.sites if site.plan.segments or site.plan.barriers or site.plan.slices]
 
 
-STEP = step_of(jaxsub.sublinear(loss, progress=False))
+STEP = step_of(jaxsub.sublinear(loss, progress=False, chunks=False))
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def generator(weights, x):
 
 def test_two_functions_in_one_step():
     """Both losses of a step are planned; a function that is small enough keeps everything."""
-    hard = jaxsub.sublinear(lambda w, x: (generator(w, x) ** 2).mean(), progress=False)
+    hard = jaxsub.sublinear(lambda w, x: (generator(w, x) ** 2).mean(), progress=False, chunks=False)
     easy = jaxsub.sublinear(lambda w, x: jnp.abs(generator(w[:2], x[:64])).mean(), progress=False)
 
     def step(weights, x):

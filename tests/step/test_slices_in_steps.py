@@ -1,0 +1,58 @@
+"""Whole steps whose functions run in slices: where recomputation alone does not fit, in memory and in the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsub
+from jaxsub.step.sizing import step_bytes
+
+ROWS, WIDTH, CLASSES = 512, 32, 8192
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
+Y = jnp.asarray(RNG.integers(0, CLASSES, ROWS))
+W = jnp.asarray(RNG.normal(size=(WIDTH, CLASSES)) / 6, jnp.float32)
+MEMORY = 8 * 2**20
+
+
+def loss(w, x, y):
+    """A loss over many classes, as next-token losses are."""
+    logits = jnp.tanh(x @ w[:, :WIDTH]) @ w
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0]).mean()
+
+
+def step_of(loss):
+    def step(w, x, y):
+        value, gradient = jax.value_and_grad(loss)(w, x, y)
+        return w - 0.1 * gradient, value
+
+    return step
+
+
+def test_a_step_fits_in_slices():
+    """A step that no recomputation fits into its memory runs in slices and trains as before; `chunks=False` forbids."""
+    step = jaxsub.jit(step_of(jaxsub.sublinear(loss)), memory=MEMORY, donate_argnums=0, progress=False)
+    report = step.report(W, X, Y)
+    assert report.sites[0].plan.slices
+    assert step_bytes(jaxsub.measure(loss, W, X, Y)) > 2 * MEMORY
+    assert report.step_bytes <= MEMORY
+    wanted = jax.jit(step_of(loss))(W, X, Y)
+    for a, b in zip(step(W + 0, X, Y), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    whole = jaxsub.jit(step_of(jaxsub.sublinear(loss, chunks=False)), memory=MEMORY, progress=False)
+    with pytest.raises(jaxsub.InfeasibleBudgetError):
+        whole.report(W, X, Y)
+
+
+def test_the_largest_batch_uses_slices():
+    """With slices a batch fits that is several times the largest one that fits as it stands."""
+
+    def step_for_batch(n):
+        shapes = jax.ShapeDtypeStruct((n, WIDTH), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
+        return step_of(jaxsub.sublinear(loss)), (jax.ShapeDtypeStruct(W.shape, W.dtype), *shapes)
+
+    found = jaxsub.max_batch(step_for_batch, memory=MEMORY, multiple_of=64, progress=False, donate_argnums=0)
+    assert found.planned >= 8 * found.plain
+    assert found.report.sites[0].plan.slices
+    assert found.report.step_bytes <= MEMORY
