@@ -32,7 +32,7 @@ class Residual:
         shape: Its shape.
         dtype: Its dtype's name.
         n_bytes: Its bytes.
-        producer: The primitive that makes it; `argument` or `constant` for what stands anyway.
+        producer: The primitive that makes it; `argument` or `constant` for values that are live under every plan.
         source: The user's source line; empty where it is not known.
         scope: The named scopes it is made in, without JAX's own marks of transformations.
         name: The user's name for it (an argument's path, a `checkpoint_name`), or `None`.
@@ -48,7 +48,7 @@ class Residual:
 
     @property
     def is_given(self) -> bool:
-        """Whether it is an argument or a constant, which stands in memory whatever is planned."""
+        """Whether it is an argument or a constant, which is live under every plan."""
         return self.producer in ("argument", "constant")
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ class Point:
 
     @property
     def extra(self) -> float:
-        """What it executes again, in forward passes."""
+        """Its recompute, in forward passes."""
         found = self.plan.prediction
         return found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
 
@@ -114,8 +114,8 @@ def frontier(
         points: About how many plans.
         budget: A budget in bytes to mark in the picture.
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
-        verify: Whether to ask the compiler for prices and to compile and measure every plan of the frontier; otherwise
-            figures are counted without a compiler.
+        verify: Whether to compile and measure every plan of the frontier; otherwise figures are predictions, made
+            without a compiler.
         argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         cache: Where compiled figures are kept, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments. One that is called like an option above is refused: ask

@@ -226,28 +226,27 @@ def sublinear(
         mirror: The user's own mirror counts m(v), the paper's section 4.5. One for each equation, or a function of a
             `jaxsub.core.graph.Node`: they are the plan. A mapping from names that `jax.ad_checkpoint.checkpoint_name`
             gave to counts, such as `{"attention": 1, "mlp": 0}`: the planner plans, values counted 0 are saved, and
-            those counted 1 or more are made again in the backward pass.
+            those counted 1 or more are recomputed in the backward pass.
         verify: Whether to compile the plan and measure it. `None`: where the budget is bytes or a fraction. `False`
             trusts predictions, made without any compiler.
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
-        argnums: The arguments its gradient is taken of, as for `jax.grad`: what is planned and measured is that
-            gradient. `None`: of the first positional argument with floating-point leaves, else of all keyword
-            arguments, as `jax.grad` takes it of parameters that stand in front. Derivatives with respect to anything
-            else are right all the same; a function with nothing to differentiate is left as it is.
-        static_argnums: Positions of arguments that are no arrays; they must be hashable.
+        argnums: The arguments to differentiate, as for `jax.grad`: that gradient is planned and measured. `None`: the
+            first positional argument with floating-point leaves, as for `jax.grad`, else all keyword arguments. All
+            other derivatives are right too; a function with nothing to differentiate is not changed.
+        static_argnums: Positions of static arguments; they must be hashable.
         static_argnames: Names of such arguments.
-        in_shardings: Where the positional arguments that are arrays lie, as for `jax.jit` (trees of
-            `jax.sharding.NamedSharding`): budgets are bytes of one device. `None`: as arrays, shapes and explicit mesh
-            axes say; with automatic axes nothing inside `jax.jit` says so.
-        cache: Where prices and verified plans are kept: `True` for the user's cache directory, `False` for memory only,
-            or a directory.
+        in_shardings: Shardings of the positional arguments, as for `jax.jit` (trees of `jax.sharding.NamedSharding`):
+            budgets are bytes of one device. `None`: those of arrays, shapes and explicit mesh axes; with automatic axes
+            nothing inside `jax.jit` has a known sharding.
+        cache: The plan cache and price cache: `True` for the user's cache directory, `False` for memory only, or a
+            directory.
         progress: Whether to show, on a terminal, what is compiled when planning takes long, and to log what was decided
             in a line (logger `jaxsub`, level `INFO`).
-        profile: What plans minimise: `False` for FLOPs executed again, `True` for seconds, measured by running each
+        profile: What plans minimise: `False` for recomputed FLOPs, `True` for seconds, measured by running each
             distinct stage on the device in use, `"roofline"` for seconds by the published figures of `target`.
-        offload: `"pinned_host"`: values may also be kept in that memory of the host, at the time that copying them
-            there and back takes over the target's PCIe; plans then minimise seconds. What stands in loops, conditionals
-            and regions inside regions stays on the device. `None`: on the device only.
+        offload: `"pinned_host"`: values may also be saved in that memory of the host, at the cost of copying them over
+            the target's PCIe twice; plans then minimise seconds. Values inside loops, conditionals and nested regions
+            stay on the device. `None`: on the device only.
         chunks: Whether runs of equations may be executed a slice of an independent axis at a time: a loss head in
             slices of its tokens, the whole function in slices of the batch. `"auto"`: with a budget in bytes or a
             fraction, where nothing else fits, or recomputes more than a little. `True`: wherever it spares memory.

@@ -1,10 +1,9 @@
-"""What the compiler itself has scheduled: live bytes at each instruction of the gradient, beside our prediction.
+"""Read XLA's schedule: live bytes at each instruction of the gradient, beside our prediction.
 
-XLA says in which order it runs instructions (the compiled module, a serialised `HloModuleProto`) and where each buffer
-lies (its buffer assignment, a serialised `BufferAssignmentProto`). A buffer lives from the instruction that defines it
-to the last one that reads it or a view of it; buffers of a loop's body live while the loop runs. What lies at one
-place at one time counts once. Both messages are read by their field numbers, which XLA keeps stable; there is no such
-account for a device that is not there.
+XLA reports the order of instructions (the compiled module, a serialised `HloModuleProto`) and its buffer assignment (a
+serialised `BufferAssignmentProto`). A buffer is live from the instruction that defines it to the last one that reads it
+or a view of it; buffers of a loop's body are live while the loop runs. Buffers that share memory count once. Both
+messages are read by their field numbers, which XLA keeps stable; there are none for an absent device.
 
 Field numbers: `xla/service/hlo.proto` and `xla/xla_data.proto` of OpenXLA.
 """

@@ -87,7 +87,7 @@ def _everywhere(graph: Graph) -> Iterator[Node]:
 
 
 def _loops(program: Program, ways: Sequence[Way], target: Target) -> Iterator[Steps]:
-    """The loops of a program worth planning, in order; one that no way is told of runs as it is."""
+    """Yield the loops of a program worth planning, in order; one without a decision runs as it is."""
     told = {way.node: way for way in ways if isinstance(way, Loop)}
     for node in sorted({*told, *find_loops(program)}):
         yield _opened_loop(program, told.get(node, Loop(node)), target)
@@ -193,7 +193,7 @@ def _behind(atom: Any, makers: dict[Any, Any], names: Sequence[str]) -> Any:
 
 
 def _again(traced: TracedRun) -> list[Any]:
-    """What a backward pass executes again: what it runs without any cotangent, from what was computed before."""
+    """Find the recomputed equations of a backward pass: those that depend on no cotangent."""
     waiting = set(traced.cotangents)
     found = []
     for eqn in traced.backward:

@@ -32,7 +32,7 @@ from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recompute
 from jaxsub.search.verify import Verifier, finish, peak_line, standing
 
 NAMED_HOLDERS = 4
-"""How many of what stands at the peak are named where nothing fits."""
+"""How many of the values live at the peak a refusal names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
 
 
 def _holders(plan: Plan) -> tuple[str, ...]:
-    """What stands at the predicted peak of a plan, with its share of that."""
+    """List the values live at the predicted peak of a plan, each with its share of it."""
     rows = standing(plan)
     total = max(1, sum(n_bytes for n_bytes, _ in rows))
     return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])

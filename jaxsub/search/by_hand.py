@@ -1,14 +1,13 @@
-"""Plans as people write them: `jax.checkpoint` round the body of each loop, or round each block, with one policy.
+"""Make the plans that people write by hand: `jax.checkpoint` around each loop's body, or each block, with one policy.
 
-In goes a program, out come plans, the one that recomputes least first, each with what it is expected to need. They have
-no gradient barriers, and nothing stands between a block and what follows it: where cuts and barriers inside a loss head
-cost more than they save, or a prediction errs, one of these may be what fits. So whoever searches plans tries them too,
-and is never behind what a user gets by hand.
+A program goes in; plans come out, the one of least recompute first, each with its predicted peak. They have no gradient
+barriers: where cuts and barriers inside a loss head cost more than they save, or a prediction errs, one of these may be
+the plan that fits. So the search tries them too, and is never behind what a user gets by hand.
 
-Policies are JAX's own, asked equation by equation as `jax.checkpoint` asks them; those that save what the user named,
-all of it or the names that spare most recomputation a byte; and what nobody writes by hand, the minimum cuts of a step
-or block. Blocks are what repeats: the period with which the program's equations repeat over most of its FLOPs, begun
-where the fewest bytes cross. A program in which nothing repeats is cut where few bytes cross (`jaxsub.partition.cuts`).
+Policies are JAX's own, called for each equation as `jax.checkpoint` does; those that save the user's names, all of them
+or those that spare most recompute a byte; and the minimum cuts of a step or block, which nobody writes by hand. Blocks
+are found by repetition: the period with which the program's equations repeat over most of its FLOPs, begun where the
+fewest bytes cross. A program without repetition is cut where few bytes cross (`jaxsub.partition.cuts`).
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _loops(program: Program) -> list[_Piece]:
 
 
 def _blocks(program: Program) -> list[_Piece]:
-    """The blocks in which everything may be executed twice."""
+    """Find the blocks in which everything may be recomputed."""
     graph = program.graph
     live = live_bytes(graph)
     spans = [s for s in blocks_of(graph) if all(node.can_recompute for node in graph.nodes[s[0] : s[1]])]

@@ -35,7 +35,7 @@ class Site:
         settings: How it was asked to plan.
         own: The plan it has when nothing is asked of the whole step: within its own budget, or the plain program.
         is_sized: Whether the step may plan it: not with a plan or mirror counts of the user's own.
-        axes: The named axes that it stands in, to be entered again to plan it.
+        axes: The named axes around the call, to be re-entered to plan it.
     """
 
     name: str

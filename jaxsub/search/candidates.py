@@ -1,6 +1,6 @@
-"""Choose the partition that a planner is asked on.
+"""Choose the partition to plan on.
 
-Partitions (ways to cut a program into stages) and a budget in bytes go in; `Way`s come out, the most promising first.
+Partitions of a program into stages and a budget in bytes go in; `Way`s come out, the most promising first.
 Nothing is compiled here; `jaxsub.search.budget_search` compiles whole plans.
 """
 

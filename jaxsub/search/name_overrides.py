@@ -1,16 +1,15 @@
-"""What a user wishes of values that bear a name: saved, or made again; any planner's plan is changed to honour it.
+"""Apply per-name overrides to any planner's plan: save the values of a name, or recompute them.
 
-Values are named by `jax.ad_checkpoint.checkpoint_name` in the user's function, and wishes are mirror counts by name,
-the paper's m(v) for those nodes alone: 0 says save, 1 or more says make it again in the backward pass. A planner is
-asked as ever; where its plan does otherwise,
+The user names values by `jax.ad_checkpoint.checkpoint_name`. Overrides are mirror counts by name, the paper's m(v) for
+those nodes alone: 0 saves the value, 1 or more recomputes it in the backward pass. Where a planner's plan differs,
 
-* a value to be saved is saved by the region it is made in; where that holds regions or barriers of its own, it ends
-  behind the value, which then stands between two regions;
-* a value to be made again is taken out of what its region saves; where it stands between regions or outside of them,
-  one region is put round all that make and read it.
+* a value to save is saved by the region that makes it; a region with regions or barriers inside is split behind the
+  value;
+* a value to recompute is removed from its region's saved values; a value between regions or outside them gets one
+  region around all equations that make and read it.
 
-A prediction then counts the bytes that are saved in addition, and the FLOPs of what was in no region before; where
-plans are measured, the compiler's figures count. What the function returns stands anyway, whatever is wished.
+The prediction is adjusted by the bytes saved in addition and the FLOPs of equations that were in no region before;
+where plans are measured, the compiler's figures count. The function's results are live under every override.
 
 Source: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, §4.5: the user sets the
 mirror attribute.
@@ -31,24 +30,24 @@ from jaxsub.jaxpr.trace import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Overrides:
     """Values by index.
 
     Attributes:
-        saved: Those to be saved.
-        again: Those to be made again.
+        saved: Values to save.
+        recomputed: Values to recompute.
     """
 
     saved: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
 
 
-def read_wishes(program: Program, counts: Mapping[str, int]) -> Wishes:
-    """Find the values that mirror counts by name speak of.
+def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
+    """Find the values of mirror counts by name.
 
     Args:
         program: The program.
-        counts: A mirror count for each name: 0 to save its values, 1 or more to make them again.
+        counts: A mirror count for each name: 0 to save its values, 1 or more to recompute them.
 
     Raises:
         ValueError: If a count is negative or no integer, or the function has no value of that name.
@@ -58,8 +57,8 @@ def read_wishes(program: Program, counts: Mapping[str, int]) -> Wishes:
         >>> from jax.ad_checkpoint import checkpoint_name
         >>> from jaxsub.jaxpr.trace import trace
         >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
-        >>> read_wishes(program, {"wave": 0})
-        Wishes(saved=(2,), again=())
+        >>> read_overrides(program, {"wave": 0})
+        Overrides(saved=(2,), recomputed=())
     """
     wrong = [f"{name!r}: {m!r}" for name, m in counts.items() if isinstance(m, bool) or not isinstance(m, int) or m < 0]
     if wrong:
@@ -72,15 +71,15 @@ def read_wishes(program: Program, counts: Mapping[str, int]) -> Wishes:
     if unknown:
         raise ValueError(_unknown(unknown, sorted(named), {name for eqn in program.eqns for name in _inner(eqn)}))
     saved = tuple(sorted(v for name, m in counts.items() if m == 0 for v in named[name]))
-    return Wishes(saved, tuple(sorted(v for name, m in counts.items() if m for v in named[name])))
+    return Overrides(saved, tuple(sorted(v for name, m in counts.items() if m for v in named[name])))
 
 
 def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str]) -> str:
     there = f"there are {', '.join(map(repr, known))}" if known else "it names none"
     hidden = [name for name in unknown if name in inner]
-    text = f"mirror= names {', '.join(map(repr, unknown))}, and no value of the function bears that name: {there}."
+    text = f"mirror= names {', '.join(map(repr, unknown))}, and no value of the function has that name: {there}."
     if hidden:
-        text += f" {', '.join(map(repr, hidden))} stands inside a loop, a conditional or a function with its own rule."
+        text += f" {', '.join(map(repr, hidden))} is inside a loop, a conditional or a function with its own rule."
     return f"{text} Name values with jax.ad_checkpoint.checkpoint_name."
 
 
@@ -92,25 +91,25 @@ def _inner(eqn: Any) -> Iterator[str]:
             yield from _inner(inner)
 
 
-def wishing(program: Program, planner: Callable[..., Plan], counts: Mapping[str, int]) -> Callable[..., Plan]:
-    """A planner whose plans honour mirror counts by name."""
-    wishes = read_wishes(program, counts)
-    return lambda chain, budget_bytes: honoured(program, planner(chain, budget_bytes), wishes)
+def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[str, int]) -> Callable[..., Plan]:
+    """Make a planner apply mirror counts by name to its plans."""
+    overrides = read_overrides(program, counts)
+    return lambda chain, budget_bytes: overridden(program, planner(chain, budget_bytes), overrides)
 
 
-def honoured(program: Program, plan: Plan, wishes: Wishes) -> Plan:
-    """Change a plan where it does otherwise than wished.
+def overridden(program: Program, plan: Plan, overrides: Overrides) -> Plan:
+    """Change a plan where it differs from the overrides.
 
     Args:
         program: The program it is for.
         plan: The plan.
-        wishes: The wishes.
+        overrides: The overrides.
 
     Returns:
-        The plan itself where it honours them.
+        The plan, unchanged if it follows them.
 
     Raises:
-        UnsupportedError: If what must run exactly once would have to be executed again for a wish.
+        UnsupportedError: If an override would recompute an equation that must run exactly once.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,13 +118,13 @@ def honoured(program: Program, plan: Plan, wishes: Wishes) -> Plan:
         >>> from jaxsub.jaxpr.trace import trace
         >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
         >>> plan = Plan(program.fingerprint, Budget(), len(program.eqns))
-        >>> honoured(program, plan, read_wishes(program, {"wave": 1})).segments
+        >>> overridden(program, plan, read_overrides(program, {"wave": 1})).segments
         (Segment(start=0, stop=3, saved=(), children=(), offloaded=()),)
     """
-    changed = _Changed(program, list(plan.segments), set(plan.barriers), wishes)
-    for v in wishes.again:
-        changed.make_again(v)
-    for v in wishes.saved:
+    changed = _Changed(program, list(plan.segments), set(plan.barriers), overrides)
+    for v in overrides.recomputed:
+        changed.recompute(v)
+    for v in overrides.saved:
         changed.save(v)
     segments, barriers = tuple(changed.segments), tuple(sorted(changed.barriers))
     if (segments, barriers) == (plan.segments, plan.barriers):
@@ -147,12 +146,12 @@ class _Changed:
     program: Program
     segments: list[Segment]
     barriers: set[int]
-    wishes: Wishes
+    overrides: Overrides
     more_bytes: int = 0
     more_flops: float = 0.0
 
-    def make_again(self, v: int) -> None:
-        """See to it that one outermost region makes a value, with all that read it, and does not save it."""
+    def recompute(self, v: int) -> None:
+        """Make one outermost region contain a value's maker and all its readers, without saving it."""
         graph = self.program.graph
         last, made = graph.last_uses()[v], graph.values[v].producer
         if made is None or last <= made or last >= len(graph.nodes):
@@ -160,7 +159,7 @@ class _Changed:
         source = graph.values[graph.nodes[made].inputs[0]].producer
         start, stop = (made if source is None else source), last + 1
         met = [s for s in self.segments if s.start < stop and s.stop > start]
-        saved = tuple(u for s in met for u in s.saved if u not in self.wishes.again)
+        saved = tuple(u for s in met for u in s.saved if u not in self.overrides.recomputed)
         if len(met) == 1 and met[0].start <= start and stop <= met[0].stop:
             merged = replace(met[0], saved=saved)
         else:
@@ -175,7 +174,7 @@ class _Changed:
         self._put(met, [merged])
 
     def save(self, v: int) -> None:
-        """See to it that the region that makes a value and reads it saves it."""
+        """Make the region that makes and reads a value save it."""
         graph = self.program.graph
         made = graph.values[v].producer
         met = [s for s in self.segments if made is not None and s.start <= made < s.stop]
@@ -202,13 +201,14 @@ class _Changed:
         pinned = [n for n in self.program.graph.nodes[nodes.start : nodes.stop] if not n.can_recompute]
         if pinned:
             raise UnsupportedError(
-                f"mirror= wants `{self.program.graph.values[v].name}` made again, and between it and what reads it "
-                f"`{pinned[0].primitive}` at {pinned[0].source or 'an unknown line'} must run exactly once."
+                f"mirror= recomputes `{self.program.graph.values[v].name}`, but between it and its readers "
+                f"`{pinned[0].primitive}` at {pinned[0].source or 'an unknown line'} must run exactly once. Save it: "
+                "give its name the count 0."
             )
 
 
 def _split(segment: Segment, cut: int) -> Iterator[Segment]:
-    """A segment as two, one on each side of a cut, its children divided likewise."""
+    """Split a segment at a cut, and its children likewise."""
     if not segment.start < cut < segment.stop:
         yield segment
         return

@@ -40,7 +40,7 @@ from jaxsub.search.belonging import require_belonging
 from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
-from jaxsub.search.name_overrides import honoured, read_wishes, wishing
+from jaxsub.search.name_overrides import overridden, overriding, read_overrides
 from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.slice_search import sliced_or_whole
@@ -83,7 +83,7 @@ class Settings:
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
         if self.offload is not None and self.bound:
-            raise ValueError("bound=True says how little can be executed again without offload=; ask for one of them")
+            raise ValueError("bound=True says how little can be recomputed without offload=; ask for one of them")
         if not (isinstance(self.profile, bool) or self.profile == "roofline"):
             raise ValueError(f'profile is True, False or "roofline", got {self.profile!r}')
 
@@ -92,8 +92,8 @@ class Settings:
 def make_plan(program: Program, settings: Settings) -> Plan:
     """Plan a traced program.
 
-    A program that cannot be differentiated, forward-only as a `while` loop makes it, is left as it is: JAX says why to
-    whoever asks for its gradient.
+    A program that cannot be differentiated, forward-only as with a `while` loop, is left as it is: JAX says why where
+    its gradient is taken.
     """
     if settings.plan is not None:
         return require_belonging(ordered_as(program, settings.plan), settings.plan)
@@ -185,8 +185,8 @@ class Planning:
         """Plan a program for a budget, as it stands; where told so, by prediction alone."""
         settings, verifier = self.settings, self.verifier(program)
         verifier.compiles = 0
-        wishes = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        planner = Bounded(wishing(program, once(program, Memo(get(settings.planner))), wishes))
+        overrides = settings.mirror if isinstance(settings.mirror, Mapping) else {}
+        planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), overrides))
         cuts = verifying.cut_choices(program)
         candidates = Candidates(verifier.pricer, planner, cuts)
         if budget == Budget():
@@ -197,10 +197,10 @@ class Planning:
         elif is_trusted or settings.verify is False:
             plan = _trusted(candidates, budget)
         else:
-            plan = self._fitted(verifier, candidates, budget, wishes)
+            plan = self._fitted(verifier, candidates, budget, overrides)
         plan = verifier.pricer.timed(plan)
-        if wishes:
-            plan = _wished(verifier, plan, wishes, budget)
+        if overrides:
+            plan = _with_overrides(verifier, plan, overrides, budget)
         return planner.bounded(plan) if settings.bound else plan
 
     def beside_plain(self, program: Program, plan: Plan) -> Plan:
@@ -212,7 +212,7 @@ class Planning:
         return plan.replace(plain_prediction=plain.prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
-                wishes: Mapping[str, int]) -> Plan:  # fmt: skip
+                overrides: Mapping[str, int]) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
         settings, program = self.settings, verifier.program
         effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
@@ -223,18 +223,18 @@ class Planning:
         n_bytes = budget.n_bytes
         if n_bytes is None:
             n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
-        is_open = isinstance(get(settings.planner), Auto) and not (wishes or settings.profile or settings.offload)
+        is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
         by_hand = partial(plans_by_hand, verifier.pricer.program, self.target.gpu) if is_open else tuple
         plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand)
-        if wishes and not _fits(_wished(verifier, plan, wishes, budget), n_bytes):
+        if overrides and not _fits(_with_overrides(verifier, plan, overrides, budget), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
             plan = fit(verifier, candidates, budget, less_bytes, effort)
         return plan
 
 
-def _wished(verifier: verifying.Verifier, plan: Plan, wishes: Mapping[str, int], budget: Budget) -> Plan:
-    """The plan with its wishes, also where no planner was asked because the program fits as it is."""
-    changed = honoured(verifier.program, plan, read_wishes(verifier.program, wishes))
+def _with_overrides(verifier: verifying.Verifier, plan: Plan, overrides: Mapping[str, int], budget: Budget) -> Plan:
+    """Apply overrides by name, also where the program fits without a planner."""
+    changed = overridden(verifier.program, plan, read_overrides(verifier.program, overrides))
     if changed is plan:
         return plan
     if plan.measurement is not None:
@@ -278,7 +278,7 @@ def _may_verify(program: Program, settings: Settings) -> bool | None:
 
 
 def _without_measuring(settings: Settings, told: str, remedy: str) -> bool | None:
-    """What is asked of verification where nothing can be compiled; whoever relies on it is told.
+    """Decide about verification where nothing can be compiled; warn where a budget relies on it.
 
     Raises:
         UnsupportedError: If the user asked for it.

@@ -1,12 +1,12 @@
-"""Finished plans on disk, by all that decides them: found by another process without tracing or compiling a stage.
+"""The plan cache: finished plans on disk, which another process finds without tracing or compiling a stage.
 
 In goes a traced program and what was asked for; out comes the plan that was made for that before, or nothing. The key
 holds the program's fingerprint, in whatever order its equations stand (`jaxsub.jaxpr.order`), the budget, the planner
 and its settings, the target, the versions of JAX, and a digest of this package's own code: what is found is what
-planning anew would find. A planner of the user's own is asked each
-time: nobody knows what it depends on. Source lines are no part of a fingerprint: labels are made anew.
+planning would find. A planner of the user's own runs every time, since its dependencies are unknown. Source lines are
+no part of a fingerprint, so labels are written when a plan is found.
 
-What is found is checked whole before it is believed: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
+A plan that is found is fully checked before it is used: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
 what it does to the program (`jaxsub.search.belonging`), and, where plans are measured, that what it does was measured
 as it says and keeps to its budget.
 """

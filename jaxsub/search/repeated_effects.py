@@ -1,10 +1,10 @@
 """Tell the user which side effects happen more often under a plan than without it, and how often.
 
-In goes a program and its plan; out comes a warning, or nothing. What only reports, such as `jax.debug.print`, stands
-behind everything else in a traced program, and what must run once stands in no region: both happen as often as
-before. Inside a loop, a branch or a call they stand where they are, and a plan that recomputes what they stand in
-repeats them, as `jax.checkpoint` does. How often is read off the traced gradients, a loop's steps multiplied out; of
-`while` loops one step is taken, of branches all. Programs without such equations are not traced again.
+A program and its plan go in; a warning, or nothing, comes out. Debug callbacks, such as `jax.debug.print`, come last in
+a traced program, and equations that must run once are in no region: both happen as often as before. Inside a loop, a
+branch or a call they stay in place, and a plan that recomputes the body repeats them, as `jax.checkpoint` does. The
+traced gradients say how often, with a loop's steps multiplied out; of `while` loops one step counts, of branches all.
+Programs without such equations are not traced again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def warn_of_repeated(program: Program, plan: Plan) -> None:
         warnings.warn(
             f"Side effects inside what the plan recomputes happen again: {'; '.join(rows[:MOST_NAMED])}{more}. "
             "jax.checkpoint does the same. Move them out of the loop or branch, or use jax.experimental.io_callback: "
-            "what it stands in is never recomputed.",
+            "equations around it are never recomputed.",
             stacklevel=2,
         )
 

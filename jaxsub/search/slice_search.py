@@ -216,7 +216,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
                                 equations=equation_digests(program))  # fmt: skip
         try:
             run, room = _planned_inside(program, runs[0], room, whole, is_trusted)
-        except InfeasibleBudgetError:  # its budget is that of a slice: the user is told of the whole
+        except InfeasibleBudgetError:  # its budget is that of a slice: report the whole program's
             raise last from None
         runs = (run,)
     raise last

@@ -75,7 +75,7 @@ class Found:
         axis: The axis.
         carried_bytes: Bytes of what the run makes along the axis.
         rows: Rows of its smallest product along the axis.
-        run: Itself, in the program that it stands in.
+        run: The run, in the program that contains it.
         label: What it is called.
         is_head: Whether it ends the program in a loss: then no slice is recomputed.
         within: In which bodies of loops and conditionals it stands.
@@ -200,7 +200,7 @@ def _refusal(key: Any, refused: Sequence[NotIndependent]) -> str:
 
 
 def _named(program: Program, name: Any) -> tuple[tuple[tuple[int, int], ...], Program, tuple[int, int]]:
-    """The run of equations in a named scope, or in a function of that name, and the body that it stands in."""
+    """Find the run of equations in a named scope, or in a function of that name, and the body that contains it."""
     places = list(_places(program))
     for within, part in places:
         nodes = part.graph.nodes
@@ -210,7 +210,7 @@ def _named(program: Program, name: Any) -> tuple[tuple[tuple[int, int], ...], Pr
             return within, part, (at[0], at[-1] + 1)
     scopes = sorted({word for _, part in places for node in part.graph.nodes for word in node.scope.split("/") if word})
     raise ChunksError(
-        f"chunks= names {name!r}, but no equation stands in a named scope or function of that name. Scopes are "
+        f"chunks= names {name!r}, but no equation is in a named scope or function of that name. Scopes are "
         f"{', '.join(map(repr, scopes[:8])) or 'none'}. Put jax.named_scope({name!r}) round the equations."
     )
 
@@ -224,7 +224,7 @@ def _places(program: Program, within: tuple[tuple[int, int], ...] = ()) -> Itera
 
 
 def _weight(program: Program, within: Sequence[tuple[int, int]]) -> float:
-    """FLOPs of the loops that a body stands in for each of its own."""
+    """FLOPs of the loops around a body for each of its own."""
     weight = 1.0
     for node, number in within:
         body = bodies_of_node(program, node)[number]

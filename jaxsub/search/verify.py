@@ -1,7 +1,7 @@
-"""Emit, compile, measure: what a plan of a program truly needs, and what is told of it.
+"""Emit, compile and measure a program under a plan, and describe the plan's saved values.
 
-A program and a plan go in; the gradient that is measured, what the compiler allocates for it, and what a plan keeps, in
-words, come out. What was compiled once, in this process or another, is not compiled again.
+A program and a plan go in; the measured gradient, its memory, and the saved values in words come out. A program that
+was compiled once, in this process or another, is not compiled a second time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxsub.planners.select import expected_compile_seconds
 from jaxsub.search.named_policy import policy_names
 
 MOST_EQUATIONS = 1000
-"""A way to cut that leaves more of them in one stage is looked at only where all do."""
+"""A partition with more of them in one stage is used only where all have more."""
 
 
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,7 +172,7 @@ def _empty(program: Program) -> Plan:
 
 
 def standing(plan: Plan) -> tuple[tuple[int, str], ...]:
-    """Bytes and words of what stands where a plan is predicted to need most, largest first."""
+    """List bytes and labels of the values live at the predicted peak of a plan, largest first."""
     timeline = plan.timeline
     return timeline.standing(timeline.peak_step) if timeline is not None and timeline.steps else ()
 
@@ -187,7 +187,7 @@ def peak_line(program: Program, plan: Plan) -> str:
 
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
-    """Put the budget and what is kept, in words, into a plan."""
+    """Put the budget and the saved values, in words, into a plan."""
     program = ordered_as(program, plan)
     named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
@@ -229,7 +229,7 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
 
 
 def cut_choices(program: Program) -> list[tuple[int, ...]]:
-    """Ways to cut a program, the likeliest first; all but that one cut a wide head too, the second nothing else.
+    """List partitions of a program, the likeliest first; all but that one cut a wide head too, the second nothing else.
 
     Where most weights are shared between many equations, as in an unrolled recurrent network, every costly equation
     is a stage of its own: each barrier then lets a contribution to a weight's gradient join its running sum. What must
@@ -251,7 +251,7 @@ def _longest(cuts: Sequence[int]) -> int:
 
 
 def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    """The ways to cut a program that are looked at whatever the budget: the likeliest, with a wide head cut and not."""
+    """Choose the partitions to use at every budget: the likeliest, with and without a wide head cut."""
     return choices[: 1 if widening_head(program.graph) is None else 2]
 
 

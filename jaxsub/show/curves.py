@@ -1,7 +1,7 @@
 """The curves that all pictures draw: live bytes over time, before and after, and when each region runs.
 
-Time is in forward passes of the program: one is its forward pass, a backward pass counts as two, and what is executed
-again comes on top, so that a plan's curve ends as much later as it costs more.
+Time is in forward passes of the program: its forward pass is one, a backward pass counts as two, and recompute is
+added, so that a plan's curve ends as much later as it costs more.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Bar:
     """A region drawn under the curve.
 
     Attributes:
-        depth: How many regions it stands in.
+        depth: How many regions contain it.
         start: When it starts, in forward passes; for a plan without a timeline a node.
         stop: When it stops.
         phase: `forward`, `again` or `backward`.
@@ -296,7 +296,7 @@ def steps_at(timeline: StageTimeline, step: int, opened: Sequence[Steps]) -> tup
 
 
 def standing(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
-    """What stands at a step, alike values together: what is stored, largest first, then what the step works with."""
+    """List what is live at a step, equal values together: stored values, largest first, then the step's transients."""
     found, bare, inside = timeline.steps[step], timeline.alive(step), steps_at(timeline, step, opened)
     stored = merged((p.label or region_label(timeline, p.first_stage, p.stop_stage), p.n_bytes) for p in bare)
     rest = found.transient_bytes - sum(row.n_bytes for row in inside)
@@ -312,7 +312,7 @@ class Saver:
         label: Where it is, in words.
         count: How many regions are alike.
         saved_bytes: How much less is stored of its stages from the forward to the backward pass, all of them together.
-        extra: What it executes again, all of them together, in forward passes of the program.
+        extra: Recompute of all of them together, in forward passes of the program.
         depth: How deep regions are nested in it.
     """
 
@@ -369,7 +369,7 @@ def region_label(timeline: StageTimeline, start: int, stop: int) -> str:
 
 
 def again(plan: Plan) -> tuple[tuple[int, int, str], ...]:
-    """What is executed again: (times, equations, stage in words), most often first."""
+    """List the recomputed equations: (times, equations, stage in words), most often first."""
     timeline, counts = plan.timeline, plan.mirror_counts
     rows: dict[tuple[int, str], int] = {}
     nodes = timeline.stage_nodes if timeline is not None else (0, plan.n_nodes)

@@ -72,7 +72,7 @@ def _unit(n_bytes: int) -> tuple[str, int]:
 
 
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
-    """Draw what stands in memory over time, before and after, with regions and the steps of loops under it.
+    """Draw live bytes over time, before and after, with regions and the steps of loops under them.
 
     A plan without a timeline, or of a function that runs in slices as a whole, is drawn as one step or slice.
 
@@ -209,7 +209,7 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
     ax.plot(memory, extra, "o", color=AFTER, label="optimal")
     palette = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
     for i, point in enumerate(frontier.others):
-        # hollow and each larger than the one before, so that equal points stand in each other
+        # hollow, each larger than the one before, so that equal points are seen around each other
         style = dict(marker=MARKERS[i % len(MARKERS)], color=palette[i % len(palette)], ms=7 + 1.5 * i, mew=1.6)
         style |= dict(ls="none", mfc="none")
         ax.plot([point.temp_bytes / size], [100 * point.extra], label=point.name, **style)

@@ -85,8 +85,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
 def _time_lines(prediction: Prediction) -> Iterator[str]:
     if prediction.extra_seconds is not None and prediction.step_seconds:
         share = prediction.extra_seconds / prediction.step_seconds
-        spent, whole = format_seconds(prediction.extra_seconds), format_seconds(prediction.step_seconds)
-        yield f"time       +{spent} ({share:.1%}) on {whole} a gradient ({prediction.seconds_origin})"
+        extra, whole = format_seconds(prediction.extra_seconds), format_seconds(prediction.step_seconds)
+        yield f"time       +{extra} ({share:.1%}) on {whole} a gradient ({prediction.seconds_origin})"
 
 
 def format_seconds(seconds: float) -> str:
@@ -239,8 +239,8 @@ def _update_lines(found: StepReport) -> Iterator[str]:
             f"update     inside the backward scan{where}: {scan.n_gradients} gradients, "
             f"{format_bytes(scan.gradient_bytes)} in all, stand one of {scan.steps} layers at a time{copied}"
         )
-    for stands in found.whole:
-        yield f"update     gradients stand whole, {format_bytes(stands.n_bytes)}: {stands.reason}"
+    for whole in found.whole:
+        yield f"update     gradients stand whole, {format_bytes(whole.n_bytes)}: {whole.reason}"
 
 
 def _argument_words(held: Sequence[Held]) -> str:

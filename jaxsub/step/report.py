@@ -92,7 +92,7 @@ class StepReport(Shown):
 
     @property
     def extra(self) -> float:
-        """What the functions in it execute again, in forward passes."""
+        """Recompute of the functions in it, in forward passes."""
         found = [(recomputed_share(s.plan), s.plan.prediction.forward_flops * s.calls)
                  for s in self.sites if s.plan.prediction is not None]  # fmt: skip
         return sum(share * forward for share, forward in found) / max(sum(forward for _, forward in found), 1.0)

@@ -59,7 +59,7 @@ class Attempt:
 
     @property
     def extra_flops(self) -> float:
-        """What is predicted to be executed again, in all of its functions."""
+        """Predicted recompute of all its functions."""
         found = ((p, p.prediction, self.trial.calls[key]) for key, p in self.plans.items())
         return sum(recomputed_share(p) * max(said.forward_flops, 1.0) * calls for p, said, calls in found if said)
 
@@ -233,7 +233,7 @@ class Sizing:
             level = max(1.0, following)
 
     def _least_plans(self) -> Iterator[dict[str, Plan]]:
-        """Every function at its least, on each way to cut, and at what is usual: weights' gradients may hold more."""
+        """Every function at its least, on each partition, and at what is usual: weights' gradients may hold more."""
         ladders = self.ladders.items()
         least = {key: ladder.least() for key, ladder in ladders}
         for number in range(max((len(plans) for plans in least.values()), default=0)):

@@ -19,7 +19,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.jaxpr.trace import trace
 from jaxsub.planners import names
-from jaxsub.search.name_overrides import Wishes, honoured, read_wishes
+from jaxsub.search.name_overrides import Overrides, overridden, read_overrides
 
 LAYERS = 6
 
@@ -47,7 +47,7 @@ def executions(f: Any, name: str) -> int:
 
 by_remat2 = pytest.mark.skipif(
     getattr(jax.config, "jax_remat3", False),
-    reason="jax_remat3 leaves names out of what it executes again: nothing to be counted",
+    reason="jax_remat3 leaves names out of recomputation: nothing to count",
 )
 
 
@@ -69,7 +69,7 @@ PLANNERS = [*names(), "recursive(1)", "revolve(2)", Halves()]
 @pytest.mark.parametrize(
     "counts", [{"wide": 0}, {"wide": 1}, {"narrow": 0, "wide": 2}, {"wide": 0, "narrow": 0}], ids=str
 )
-def test_every_planner_honours_wishes(planner, counts):
+def test_every_planner_follows_overrides(planner, counts):
     """Values to save are made once, values to recompute are recomputed, and gradients do not change."""
     f = jaxsub.sublinear(loss, planner=planner, mirror=counts, verify=False, cache=False)
     for name, count in counts.items():
@@ -80,13 +80,13 @@ def test_every_planner_honours_wishes(planner, counts):
 
 @by_remat2
 @pytest.mark.parametrize("planner", ["recursive(1)", "optimal"])
-def test_without_wishes_planners_do_otherwise(planner):
+def test_without_overrides_planners_do_otherwise(planner):
     """The check can fail: left alone, planners recompute the values."""
     assert executions(jaxsub.sublinear(loss, planner=planner, verify=False, cache=False), "wide") > LAYERS
 
 
 @by_remat2
-def test_wishes_are_measured_with_the_plan():
+def test_overrides_are_measured_with_the_plan():
     """With a budget the plan that keeps the override is compiled and fits; with all memory the override still holds."""
     for budget in (0.6, 1.0):
         f = jaxsub.sublinear(loss, budget=budget, mirror={"wide": 1}, cache=False)
@@ -97,14 +97,14 @@ def test_wishes_are_measured_with_the_plan():
 
 def test_unknown_names_are_refused_in_words():
     """A name that no value bears is refused with those that there are; one inside a loop is told apart."""
-    words = r"names 'wild', and no value of the function bears that name: there are 'narrow', 'wide'\. Name values with"
+    words = r"names 'wild', and no value of the function has that name: there are 'narrow', 'wide'\. Name values with"
     with pytest.raises(ValueError, match=words):
         jaxsub.plan(loss, *arguments(), mirror={"wild": 1})
 
     def looped(w):
         return lax.scan(lambda x, _: (checkpoint_name(jnp.tanh(x @ w), "h"), None), w, None, length=3)[0].sum()
 
-    with pytest.raises(ValueError, match=r"it names none\. 'h' stands inside a loop"):
+    with pytest.raises(ValueError, match=r"it names none\. 'h' is inside a loop"):
         jaxsub.plan(looped, jnp.eye(2), mirror={"h": 0})
 
 
@@ -115,7 +115,7 @@ def test_counts_that_are_none_are_refused(count):
         jaxsub.plan(loss, *arguments(), mirror={"wide": count})
 
 
-def test_what_runs_once_is_not_made_again():
+def test_what_runs_once_is_not_recomputed():
     """An override that would recompute a side effect is refused, with the effect's line."""
 
     def told(w, x):
@@ -123,28 +123,28 @@ def test_what_runs_once_is_not_made_again():
         io_callback(lambda v: None, None, y[0, 0])
         return jnp.sum(jnp.sin(y @ w))
 
-    with pytest.raises(UnsupportedError, match=r"wants `y` made again.*`io_callback` at .*test_name_overrides.py"):
+    with pytest.raises(UnsupportedError, match=r"recomputes `y`.*`io_callback` at .*test_name_overrides.py"):
         jaxsub.plan(told, jnp.eye(4), jnp.ones((3, 4)), mirror={"y": 1}, verify=False)
 
 
 def test_changes_are_small():
     """By hand: a saved value joins its region, or ends it where it holds others; a merged region keeps the rest."""
     program = trace(loss, arguments(), {})
-    wide, narrow = (read_wishes(program, {name: 0}).saved for name in ("wide", "narrow"))
+    wide, narrow = (read_overrides(program, {name: 0}).saved for name in ("wide", "narrow"))
     made, n = program.graph.values[wide[0]].producer, len(program.eqns)
 
-    def segments(plan: Plan, wishes: Wishes) -> tuple[Segment, ...]:
-        return honoured(program, plan, wishes).segments
+    def segments(plan: Plan, overrides: Overrides) -> tuple[Segment, ...]:
+        return overridden(program, plan, overrides).segments
 
     flat = Plan(program.fingerprint, Budget(), n, (Segment(0, 10),))
-    assert segments(flat, Wishes(saved=wide[:1])) == (Segment(0, 10, wide[:1]),)
-    assert segments(flat, Wishes(saved=wide[-1:])) == flat.segments
+    assert segments(flat, Overrides(saved=wide[:1])) == (Segment(0, 10, wide[:1]),)
+    assert segments(flat, Overrides(saved=wide[-1:])) == flat.segments
     nested = flat.replace(segments=(Segment(0, 10, (), (Segment(0, 8),)),))
-    first, second = segments(nested, Wishes(saved=wide[:1]))
+    first, second = segments(nested, Overrides(saved=wide[:1]))
     assert (first, second) == (
         Segment(0, made + 1, (), (Segment(0, made + 1),)),
         Segment(made + 1, 10, (), (Segment(made + 1, 8),)),
     )
     saving = flat.replace(segments=(Segment(0, 10, (*wide[:1], *narrow[:1])),))
-    assert segments(saving, Wishes(again=wide[:1])) == (Segment(0, 10, narrow[:1]),)
-    assert honoured(program, saving, Wishes(saved=wide[:1])) is saving
+    assert segments(saving, Overrides(recomputed=wide[:1])) == (Segment(0, 10, narrow[:1]),)
+    assert overridden(program, saving, Overrides(saved=wide[:1])) is saving

@@ -199,7 +199,7 @@ def test_slices_by_name_or_axis(chunks):
             r"'pairs', which is not independent. `dot_general` at test_slicing.py:\d+ .*every part",
         ),
         (batch_norm, {0: 4}, r"dimension 0 of the batch, which is not independent. `sub` at test_slicing.py:\d+"),
-        (batch_norm, {"tail": 4}, "no equation stands in a named scope or function of that name. Scopes are 'norm'"),
+        (batch_norm, {"tail": 4}, "no equation is in a named scope or function of that name. Scopes are 'norm'"),
         (batch_norm, {0: 1}, "must be an int of at least 2"),
         (batch_norm, {7: 2}, "no value there has an axis"),
     ],
