@@ -26,7 +26,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, read_argnums, refuse_collisions, trace_call
-from jaxsub.jaxpr.shardings import sharding_of, spread_over, told
+from jaxsub.jaxpr.shardings import all_shardings, given_shardings, sharding_of
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 from jaxsub.planners import Planner, get
@@ -137,7 +137,7 @@ class Sublinear(Wrapped[P, R]):
     def _trace(self, statics: Any, args: list[Any], kwargs: dict[str, Any], n_args: int) -> Program:
         argnums = self._statics.dynamic_argnums(self.settings.argnums, n_args)
         program = trace(self._statics.bind(statics, n_args), args, kwargs, argnums=argnums)
-        return program if self.settings.in_shardings is None else self._spread(program, args, kwargs)
+        return program if self.settings.in_shardings is None else self._with_shardings(program, args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Callable[..., Any], Plan]:
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
@@ -173,11 +173,11 @@ class Sublinear(Wrapped[P, R]):
             warn_of_repeated(program, self._plans[key])
         return self._plans[key]
 
-    def _spread(self, program: Program, args: Any, kwargs: Any) -> Program:
-        """The program with what the user says of where its arguments lie."""
+    def _with_shardings(self, program: Program, args: Any, kwargs: Any) -> Program:
+        """Add the user's shardings of the arguments to a program."""
         leaves = jax.tree.leaves((args, kwargs))
-        said = told(self.settings.in_shardings, args, len(program.consts), len(jax.tree.leaves(kwargs)))
-        return replace(program, shardings=spread_over([*program.consts, *leaves], said))
+        given = given_shardings(self.settings.in_shardings, args, len(program.consts), len(jax.tree.leaves(kwargs)))
+        return replace(program, shardings=all_shardings([*program.consts, *leaves], given))
 
 
 @overload

@@ -36,7 +36,7 @@ def flat_kernels(program: Program) -> frozenset[int]:
         >>> [sorted(flat_kernels(replace(program, platform=name))) for name in ("cuda", "cpu")]
         [[0], []]
     """
-    if not is_gpu(program.platform) or program.is_spread:  # to flatten a sharded array would gather it
+    if not is_gpu(program.platform) or program.is_sharded:  # to flatten a sharded array would gather it
         return frozenset()
     return program.graph.kernels()
 

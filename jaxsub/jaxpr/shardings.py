@@ -59,7 +59,7 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
     return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 
 
-def spread_over(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
+def all_shardings(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
     """Find the shardings of all inputs of a program; unknown ones count as replicated.
 
     Args:
@@ -79,7 +79,7 @@ def spread_over(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
     return tuple(s or NamedSharding(mesh, PartitionSpec()) for mesh in meshes for s in found)
 
 
-def told(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[Any]:
+def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[Any]:
     """List the user's sharding for every input of a program: none for constants and keyword arguments.
 
     Args:

@@ -25,7 +25,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
 from jaxsub.jaxpr.identity import dtype_name, signature_of
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last, scope_of
-from jaxsub.jaxpr.shardings import Shardings, spread_over
+from jaxsub.jaxpr.shardings import Shardings, all_shardings
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
 """Primitives with float outputs through which no gradient flows."""
@@ -55,7 +55,7 @@ class Program:
         traced: The jaxpr it comes from, for its debug information.
         shardings: The sharding of each input; empty for a program on one device.
         platform: The platform to compile for, such as `cuda`; empty if not known yet.
-        is_of_spread: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
+        is_inside_sharded: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
     """
 
     eqns: tuple[Any, ...]
@@ -70,12 +70,12 @@ class Program:
     traced: Any
     shardings: Shardings = ()
     platform: str = ""
-    is_of_spread: bool = False
+    is_inside_sharded: bool = False
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether its values are sharded over several devices."""
-        return bool(self.shardings) or self.is_of_spread
+        return bool(self.shardings) or self.is_inside_sharded
 
     @property
     def fingerprint(self) -> str:
@@ -91,11 +91,11 @@ class Program:
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
         made = program_of(list(eqns), list(self.invars), list(self.outvars), list(self.consts),
                           set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
-        return replace(made, shardings=self.shardings, platform=self.platform, is_of_spread=self.is_of_spread)
+        return replace(made, shardings=self.shardings, platform=self.platform, is_inside_sharded=self.is_inside_sharded)
 
     def part(self, inner: Program) -> Program:
         """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
-        return replace(inner, platform=self.platform, is_of_spread=self.is_spread)
+        return replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
 
 
 def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +164,7 @@ def trace(
     program = program_of(eqns, invars, outvars, consts, positions | chosen, loss, out_tree, names, closed)
     if argnums is not None:
         check_differentiated(program, chosen)
-    return replace(program, shardings=spread_over([*consts, *leaves]))
+    return replace(program, shardings=all_shardings([*consts, *leaves]))
 
 
 @contextlib.contextmanager

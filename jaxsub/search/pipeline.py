@@ -41,7 +41,7 @@ from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.plan_cache import find_plan, find_refusal, put_plan, put_refusal, shelf_key
+from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.slice_search import sliced_or_whole
 from jaxsub.search.slicing import Chunks
@@ -120,7 +120,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
     """The plan as it was made before, in this process or another, or else made now."""
     planner, target, store = get(settings.planner), get_target(settings.target), open_store(settings.cache)
     asked = replace(settings, planner="", target=None, cache=False, progress=False)
-    key = shelf_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
+    key = plan_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:
         return opened(program, _planned(program, settings, target, store), target, store)
     if (refusal := find_refusal(store, key)) is not None:

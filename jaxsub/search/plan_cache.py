@@ -30,7 +30,7 @@ from jaxsub.search.belonging import plan_faults
 from jaxsub.search.verify import finish, measured_key, recalled
 
 
-def shelf_key(program: Program, planner: Planner, target: Target, asked: str) -> str | None:
+def plan_key(program: Program, planner: Planner, target: Target, asked: str) -> str | None:
     """The key of a plan, or `None` where the planner is not one of this package's; `asked` is what else was asked."""
     if not type(planner).__module__.startswith("jaxsub.planners."):
         return None

@@ -129,7 +129,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
         target: What it is planned for.
         n_bytes: The budget.
     """
-    if program.is_spread:
+    if program.is_sharded:
         return
     least = least_rows(target)
     batch = _batch_run(program)

@@ -17,7 +17,7 @@ from jaxsub.core.chain import Chain, Crossing, Item, Option, Stage
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.devices import aot
 from jaxsub.devices.targets import get_target
-from jaxsub.jaxpr.shardings import data_share, gathered_bytes, scaled, sharding_of, spread_over, told
+from jaxsub.jaxpr.shardings import all_shardings, data_share, gathered_bytes, given_shardings, scaled, sharding_of
 
 MESH = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
 SPLIT, WHOLE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
@@ -36,23 +36,23 @@ def chain(w, x):
 
 def test_what_is_not_known_lies_whole():
     """One argument that is spread is enough: the others lie whole on every device; without any there is no mesh."""
-    assert spread_over([lying(SPLIT), SHAPE, 3.0]) == (SPLIT, WHOLE, WHOLE)
-    assert spread_over([SHAPE, 3.0]) == ()
-    assert spread_over([SHAPE, lying(SPLIT)], [SPLIT, None]) == (SPLIT, SPLIT)
+    assert all_shardings([lying(SPLIT), SHAPE, 3.0]) == (SPLIT, WHOLE, WHOLE)
+    assert all_shardings([SHAPE, 3.0]) == ()
+    assert all_shardings([SHAPE, lying(SPLIT)], [SPLIT, None]) == (SPLIT, SPLIT)
 
 
 def test_two_meshes_are_refused():
     """Arguments on two meshes are refused, and both are shown."""
     other = NamedSharding(AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), P("a"))
     with pytest.raises(UnsupportedError, match=r"2 meshes: .*'d': 8.*'a': 2.*Put them on one"):
-        spread_over([lying(SPLIT), lying(other)])
+        all_shardings([lying(SPLIT), lying(other)])
 
 
 def test_trees_of_shardings_stand_for_trees_of_arguments():
     """A sharding stands for all below it, None for what is not known; constants and keywords are not spoken of."""
     args = ({"w": SHAPE, "b": [SHAPE, SHAPE]}, SHAPE)
-    assert told(({"w": SPLIT, "b": None}, WHOLE), args, 1, 2) == [None, None, None, SPLIT, WHOLE, None, None]
-    assert told(SPLIT, args, 0, 0) == [SPLIT] * 4
+    assert given_shardings(({"w": SPLIT, "b": None}, WHOLE), args, 1, 2) == [None, None, None, SPLIT, WHOLE, None, None]
+    assert given_shardings(SPLIT, args, 0, 0) == [SPLIT] * 4
 
 
 def test_nothing_is_known_inside_jit_with_automatic_axes():
