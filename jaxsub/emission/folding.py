@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
+import jax.core
 
 from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.errors import PlanMismatchError

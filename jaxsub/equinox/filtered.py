@@ -129,7 +129,7 @@ class Jitted(Wrapped[P, R]):
         keeps_first = donate.endswith("-except-first") and parameters and parameters[0].kind in POSITIONAL
         names = [p.name for p in parameters[bool(keeps_first) :]]
         donated = [] if donate == "none" else [ITSELF, *names]
-        self._step = step.jit(self._pure(), memory=memory, static_argnums=0, donate_argnames=donated, **options)
+        self._step: Any = step.jit(self._pure(), memory=memory, static_argnums=0, donate_argnames=donated, **options)
 
     def made_of(self) -> tuple[Any, ...]:
         """What an equal one is made of."""

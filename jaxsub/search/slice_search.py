@@ -200,6 +200,7 @@ def _need(plan: Plan) -> int:
 def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
     n_bytes, room = budget.n_bytes, 0
+    refusals: list[InfeasibleBudgetError] = []
     for _ in range(CORRECTIONS):
         try:
             plan = whole(with_slices(program, runs), budget, is_trusted)
@@ -208,7 +209,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
             if not is_all or n_bytes is None:
                 raise
             room = room - (refused.least_bytes - n_bytes) if room else n_bytes
-            last = refused
+            refusals.append(refused)
         else:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
             return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), plain_measurement=plain,
@@ -217,9 +218,9 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
         try:
             run, room = _planned_inside(program, runs[0], room, whole, is_trusted)
         except InfeasibleBudgetError:  # its budget is that of a slice: report the whole program's
-            raise last from None
+            raise refusals[-1] from None
         runs = (run,)
-    raise last
+    raise refusals[-1]
 
 
 def _planned_inside(program: Program, run: Slices, room: int, whole: Whole, is_trusted: bool) -> tuple[Slices, int]:

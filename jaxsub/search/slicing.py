@@ -288,7 +288,7 @@ def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes
     ends at a cut.
     """
     nodes = program.graph.nodes
-    nearest, lowest = None, live[positions[0]]
+    nearest, farthest, lowest = None, positions[0], live[positions[0]]
     for here, there in pairwise((positions[0], *positions)):
         node, is_low = nodes[min(here, there, len(nodes) - 1)], nearest is not None
         if there != here and (node.primitive in LOOPS or (is_low and node.is_costly)):
