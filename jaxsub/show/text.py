@@ -249,11 +249,11 @@ def _argument_words(held: Sequence[Held]) -> str:
 
 def plan_words(plan: Plan) -> str:
     """What a plan does, in one line."""
-    if not plan.segments and not plan.barriers and not plan.loops:
+    if not (plan.segments or plan.barriers or plan.loops or plan.slices):
         return "nothing recomputed"
-    made = plan.prediction
-    extra = f", {made.extra_flops / max(made.forward_flops, 1.0):.2f} of a forward pass again" if made else ""
-    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`)"
+    sliced = "".join(f"; {run.label} in {run.count} slices" for run in plan.slices)
+    extra = f", {extra_share(plan):.2f} of a forward pass again" if plan.prediction else ""
+    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`){sliced}"
 
 
 def _measurement_words(found: Measurement) -> str:
