@@ -1,8 +1,9 @@
 """Tell which equations are equal: by a digest of each, and by the functions and constants that no digest can hold.
 
 `signature_of` digests an equation by everything but its position: primitive, parameters, types of inputs and outputs,
-literals; jaxprs among the parameters by structure. Addresses in a parameter's text are left out, so the digest is equal
-in every process, on every machine. `identity` compares functions and inner constants. Two callbacks, or two derivative
+literals; jaxprs among the parameters by structure. Addresses in a parameter's text are left out and sets are sorted (a
+policy holds a set of names, in another order in every process), so the digest is equal in every process, on every
+machine. `identity` compares functions and inner constants. Two callbacks, or two derivative
 rules, with the same code but different closed-over objects differ; with equal ones they are equal, although JAX wraps a
 rule in new objects at every use.
 """
@@ -22,6 +23,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_SET = re.compile(r"\{([^{}]*)\}")
 
 
 def of_jax() -> str:
@@ -73,7 +75,7 @@ def _describe(param: Any) -> str:
         return f"{param.dtype}{param.shape}" + hashlib.sha1(param.tobytes()).hexdigest()
     if callable(param) and hasattr(param, "__qualname__"):
         return f"{getattr(param, '__module__', '')}.{param.__qualname__}"
-    return _ADDRESS.sub("", str(param))
+    return _SET.sub(lambda found: ", ".join(sorted(found[1].split(", "))), _ADDRESS.sub("", str(param)))
 
 
 def _describe_jaxpr(jaxpr: Any) -> str:

@@ -133,7 +133,9 @@ def test_argnums():
 FINGERPRINT = """
 import jax, jax.numpy as jnp
 from jaxsub.jaxpr.trace import trace
-f = lambda w, x: jnp.sum(jax.nn.relu(jnp.tanh(x @ w)) * jnp.arange(4.0))
+policy = jax.checkpoint_policies.save_only_these_names("first", "second", "third", "fourth")
+layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=policy)
+f = lambda w, x: jnp.sum(jax.nn.relu(jax.lax.scan(layer, x, jnp.stack([w, w]))[0]) * jnp.arange(4.0))
 print(trace(f, (jnp.eye(4), jnp.ones((3, 4))), {}).fingerprint)
 """
 
