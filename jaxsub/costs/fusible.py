@@ -51,8 +51,20 @@ def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
         or (len(eqn.outvars) != 1 and (is_cpu or eqn.primitive.name != "split"))
         or eqn.primitive.name.startswith("scatter")
         or eqn.primitive.name in WINDOWS
+        or (is_cpu and threefry_bytes(eqn) > 0)
         or (eqn.primitive.name == "gather" and not is_cpu)
     )
+
+
+def threefry_bytes(eqn: Any) -> int:
+    """What the state of JAX's usual generator takes on a CPU while it draws: two words for each word that it returns.
+
+    It is a loop there, which copies its state as it begins. Its result is never made: what reads it adds the words of
+    the state up itself, so that the state lives as long as it is read (n words drawn: 3 n beside the result, measured).
+    """
+    if eqn.primitive.name != "random_bits" or "fry" not in str(eqn.invars[0].aval.dtype):
+        return 0
+    return int(2 * math.prod(eqn.outvars[0].aval.shape) * max(4, eqn.params["bit_width"] // 8))
 
 
 def is_dear(eqn: Any) -> bool:

@@ -41,6 +41,7 @@ from jaxsub.costs.fusible import (
     is_unary,
     is_view,
     summed_columns,
+    threefry_bytes,
 )
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
 from jaxsub.costs.split_k import n_parts, padded, product_of
@@ -303,6 +304,8 @@ class Lives:
              over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
         inner = inner_peak(eqn, self.is_cpu)
+        if self.is_cpu and (state := threefry_bytes(eqn)):
+            sizes, inner = (state,), state
         is_late = self._elementwise[position] and all(
             self.base(a) in self.stored for a in eqn.invars if compat.is_var(a)
         )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import zoo
 
+import jaxsub
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.costs.fusion import Lives
 from jaxsub.costs.live_ranges import hoisted_bytes, kept_bytes
@@ -153,3 +154,28 @@ def test_an_equation_without_results_ends_in_a_kernel_of_its_own():
         return jnp.sum(y * x)
 
     assert n_stored(told, SHAPE) == 1
+
+
+def _dropped(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+
+def _masked(x, key):
+    return x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype) * 2
+
+
+@pytest.mark.parametrize("change", [_dropped, _masked])
+def test_random_bits_are_counted_as_what_they_are_drawn_in(change):
+    """The compiler keeps the generator's two words of state for each random number; so does the prediction."""
+
+    def loss(w, key, x):
+        for i in range(6):
+            x = x + change(jnp.tanh(x @ w[i]), jax.random.fold_in(key, i))
+        return jnp.mean(x**2)
+
+    args = jnp.ones((6, 64, 64)), jax.random.key(0), jnp.ones((128, 64))
+    for share in (1.0, 0.6):
+        n_bytes = int(share * jaxsub.measure(loss, *args).temp_bytes)
+        plan = jaxsub.plan(loss, *args, budget=n_bytes, verify=False, cache=False, chunks=False)
+        measured = jaxsub.sublinear(loss, plan=plan).measure(*args).temp_bytes
+        assert measured == pytest.approx(plan.prediction.temp_bytes, rel=0.2)
