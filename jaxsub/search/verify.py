@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, code_digest, key_of
+from jaxsub.core.graph import Node
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding
@@ -182,8 +183,20 @@ def peak_line(program: Program, plan: Plan) -> str:
     if plan.prediction is None or not plan.barriers:
         return ""
     program, starts = ordered_as(program, plan), [0, *plan.barriers]
-    node = program.graph.nodes[starts[min(plan.prediction.peak_at, len(starts) - 1)]]
-    return f" The peak is near `{node.primitive}` at {node.source}." if node.source else ""
+    at = min(plan.prediction.peak_at, len(starts) - 1)
+    nodes = program.graph.nodes[starts[at] : (*starts, len(program.eqns))[at + 1]]
+    return (f" The peak is near `{nodes[0].primitive}` at {nodes[0].source}." if nodes[0].source else "") + _whole(
+        nodes
+    )
+
+
+def _whole(nodes: Sequence[Node]) -> str:
+    """What of a run is never cut, because its backward pass is the user's own; empty where there is nothing."""
+    found = max((n for n in nodes if n.primitive == "custom_vjp_call"), key=lambda n: n.flops, default=None)
+    if found is None or 2 * found.flops < sum(node.flops for node in nodes):
+        return ""
+    return (f" `custom_vjp_call` at {found.source or 'an unknown line'} has a backward pass of its own: what it saves "
+            "for it is not cut.")  # fmt: skip
 
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:

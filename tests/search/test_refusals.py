@@ -38,3 +38,34 @@ def test_a_refusal_is_remembered(tmp_path, monkeypatch):
         said.append((str(refused.value), refused.value.least_bytes, refused.value.holders))
         monkeypatch.setattr(Verifier, "_compile", None)
     assert said[0] == said[1]
+
+
+def test_what_is_never_cut_is_named():
+    """Where a backward pass of the user's own holds the peak, the refusal says that it is not cut, with its line."""
+
+    @jax.custom_vjp
+    def kernel(x, w):
+        return forward(x, w)[0]
+
+    def forward(x, w):
+        hidden = [jnp.sin(x @ w * i) for i in range(8)]
+        return sum(hidden), (hidden, x, w)
+
+    def backward(kept, c):
+        hidden, x, w = kept
+        c = c * sum(hidden)
+        return c @ w.T, x.T @ c
+
+    kernel.defvjp(forward, backward)
+
+    def loss(ws, x):
+        for w in ws:
+            x = kernel(jnp.tanh(x @ w), w)
+        return jnp.sum(x**2)
+
+    ws, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4, jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    words = (
+        r"`custom_vjp_call` at test_refusals.py:\d+ .* has a backward pass of its own: what it saves for it is not cut"
+    )
+    with pytest.raises(InfeasibleBudgetError, match=words):
+        jaxsub.plan(loss, ws, x, budget="64KiB", chunks=False, progress=False, cache=False)
