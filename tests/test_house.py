@@ -31,7 +31,7 @@ costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fu
 search: __init__ bracket by_hand slicing belonging candidates name_overrides named_policy verify budget_search
     slice_search repeated_effects plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
-step: __init__ fused_update options sizing device report given jit max_batch
+step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__

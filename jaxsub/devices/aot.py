@@ -131,8 +131,14 @@ def cross_compile(
 def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> str:
     """Lower to text without source lines; arguments and errors as in `cross_compile`."""
     require_packages()
+    mesh = _mesh_of((args, kwargs), target)
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
-    return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
+    try:
+        return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
+    except ValueError as error:
+        if mesh is None or NEEDS_DEVICES not in str(error):
+            raise
+        return str(_lowered_here(jitted, (shapes, named), target, mesh).as_text())
 
 
 def require_packages(is_installed: Callable[[str], bool] | None = None) -> None:
@@ -180,7 +186,15 @@ def _export(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: 
 def _compile_here(
     jitted: Any, args: tuple[Any, dict[str, Any]], target: Target, mesh: dict[str, Any], flops: float
 ) -> CrossCompiled:
-    """Compile in this process: a kernel that partitions itself, as cuDNN's attention does, cannot be exported."""
+    """Compile in this process: what partitions itself over a mesh, as cuDNN's attention does, cannot be exported."""
+    found = aot_worker.compile_lowered(
+        _lowered_here(jitted, args, target, mesh), writes_products=target.writes_products
+    )
+    return CrossCompiled(**aot_worker.account(*found), flops=flops)
+
+
+def _lowered_here(jitted: Any, args: tuple[Any, dict[str, Any]], target: Target, mesh: dict[str, Any]) -> Any:
+    """Lower for a mesh of the target's devices as this process has them."""
     try:
         grid = aot_worker.mesh_over(aot_worker.devices_of(target.spec, target.n_devices), mesh)
     except (NotImplementedError, RuntimeError) as error:  # JAX started with the platform that the plugin is for
@@ -198,8 +212,7 @@ def _compile_here(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(grid, spec, memory_kind=kind))
 
     shapes, named = jax.tree.map(placed, args)
-    found = aot_worker.compile_lowered(jitted.lower(*shapes, **named), writes_products=target.writes_products)
-    return CrossCompiled(**aot_worker.account(*found), flops=flops)
+    return jitted.lower(*shapes, **named)
 
 
 def _next_step(error: Exception) -> str:

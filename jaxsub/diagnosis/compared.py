@@ -22,6 +22,7 @@ from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.pipeline import Settings, make_plan
+from jaxsub.step.fused_update import Findings as Updates
 from jaxsub.step.fused_update import fuse
 from jaxsub.step.sizing import step_bytes
 
@@ -210,7 +211,9 @@ def whole_gradients(subject: Subject) -> Iterator[Finding]:
     """Stacked gradients that are live whole before the update reads them."""
     if subject.program is not None or subject.is_planned:
         return
-    call, fused, whole = fuse(subject.closed, subject.donated)
+    updates = Updates()
+    call = fuse(subject.closed, subject.donated, updates)
+    fused, whole = updates.fused, updates.whole
     if fused:
         saved = step_bytes(subject.measurement) - step_bytes(subject.measure(call))
         n = sum(scan.n_gradients for scan in fused)

@@ -37,6 +37,14 @@ LINEAR = frozenset(
 """Linear primitives: applied to a part of a sum in a body, they give a part of the result for the whole sum."""
 
 
+class MeetsTotal(NoRule):
+    """What carries the axis meets totals over it, or what is made of them."""
+
+    def __init__(self, totals: Sequence[Any]) -> None:
+        super().__init__("it reads a total over the axis, and what carries the axis")
+        self.totals = tuple(totals)
+
+
 class NotIndependent(UnsupportedError):
     """An equation keeps an axis from being independent.
 
@@ -44,12 +52,13 @@ class NotIndependent(UnsupportedError):
         eqn: The equation.
         reason: Why.
         around: The equation of the run that contains it, or that it is.
+        totals: What it reads, beside what carries the axis, that is made of totals over the axis.
     """
 
-    def __init__(self, eqn: Any, reason: str, around: Any = None) -> None:
+    def __init__(self, eqn: Any, reason: str, around: Any = None, totals: Sequence[Any] = ()) -> None:
         line = compat.source_of(eqn) or (compat.source_of(around) if around is not None else "")
         super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
-        self.eqn, self.reason, self.around = eqn, reason, eqn
+        self.eqn, self.reason, self.around, self.totals = eqn, reason, eqn, tuple(totals)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +219,7 @@ class _Walk:
         try:
             self.take(eqn, [self.state(a) for a in eqn.invars])
         except NoRule as why:
-            raise NotIndependent(eqn, str(why)) from None
+            raise NotIndependent(eqn, str(why), totals=getattr(why, "totals", ())) from None
         except NotIndependent as inner:
             found = inner if compat.source_of(inner.eqn) else NotIndependent(inner.eqn, inner.reason, eqn)
             found.around = eqn
@@ -328,12 +337,12 @@ class _Run(_Walk):
 
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         reads = [a for a in eqn.invars if compat.is_var(a)]
-        is_late = any(isinstance(i, Total) for i in ins) or any(a in self.late for a in reads)
+        late = [a for a in reads if isinstance(self.state(a), Total) or a in self.late]
         if eqn.effects:
             raise NoRule("its effect must happen once")
-        if is_late and any(isinstance(i, Place) for i in ins):
-            raise NoRule("it reads a total over the axis, and what carries the axis")
-        if is_late or (not any(ins) and any(a in self.same for a in reads)):
+        if late and any(isinstance(i, Place) for i in ins):
+            raise MeetsTotal(late)
+        if late or (not any(ins) and any(a in self.same for a in reads)):
             self.after.append(eqn)
             self.late.update(eqn.outvars)
         elif any(ins):
@@ -352,7 +361,7 @@ class _Run(_Walk):
 
     def place(self, atom: Any, place: Place) -> None:
         if atom in self.late or atom in self.same:
-            raise NoRule("it reads a total over the axis, and what carries the axis")
+            raise MeetsTotal([atom])
         _Walk.place(self, atom, place)
 
     def sliced(self, atom: Any, place: Place) -> None:

@@ -238,6 +238,12 @@ def _update_lines(found: StepReport) -> Iterator[str]:
         yield (
             f"update     inside the backward scan{where}: {scan.n_gradients} gradients, "
             f"{format_bytes(scan.gradient_bytes)} in all, stand one of {scan.steps} layers at a time{copied}"
+            + (f"; it runs twice, for {scan.twice}" if scan.twice else "")
+        )
+    if (order := found.ordered) is not None:
+        yield (
+            f"update     right behind its gradient, by {order.n_barriers} barriers: {order.n_gradients} gradients, "
+            f"{format_bytes(order.gradient_bytes)} in all, live until then"
         )
     for whole in found.whole:
         yield f"update     gradients stand whole, {format_bytes(whole.n_bytes)}: {whole.reason}"

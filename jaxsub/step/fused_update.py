@@ -9,7 +9,7 @@ are read and written at the step's own layer, and so are updated in place. The m
 What needs all gradients before any update (a clip by their global norm, a check that all are finite) keeps them whole:
 `Whole` names the equation. Sums over the layers that no update reads, such as a logged norm, are added up in the scan.
 
-Layers that are unrolled need none of this: XLA orders their updates itself, as nothing holds the gradients together.
+Updates of layers that are unrolled are ordered (`jaxsub.step.ordered_updates`) where XLA does not do so by itself.
 
 Sources: Lv et al., *Full Parameter Fine-tuning for Large Language Models with Limited Resources* (LOMO), 2023.
 """
@@ -28,12 +28,13 @@ import jax.numpy as jnp
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.emission.chunks import first, flat, joined
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axes import Axis, NotIndependent, follow_all
+from jaxsub.jaxpr.axes import Axis, NotIndependent
 from jaxsub.jaxpr.axis_places import Place
-from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
 from jaxsub.jaxpr.trace import aval_bytes
+from jaxsub.step.flat_step import FlatStep, Values, run_twice
+from jaxsub.step.ordered_updates import Ordered, ordered
 
-Values = tuple[Any, ...]
+NEVER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Fused:
         gradient_bytes: What the gradients took that no longer stand whole.
         n_gradients: How many stacked gradients these are.
         copied_bytes: What is updated and was not donated: the scan updates a copy.
+        twice: Why the backward scan runs twice, first for what needs all gradients; empty where it does not.
     """
 
     source: str
@@ -53,6 +55,7 @@ class Fused:
     gradient_bytes: int
     n_gradients: int
     copied_bytes: int
+    twice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,28 @@ class Whole:
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """What became of a step's backward scans, in the trace that came last."""
+    """What may become of a step's backward scans, and what became of them in the trace that came last.
 
+    Attributes:
+        passes: 2 where a backward scan whose gradients are all needed before any update may run twice.
+        orders_at: How many passes there must be for updates outside of scans to be ordered by barriers.
+        fused: Those that update as they go.
+        whole: Gradients that stand whole.
+        ordered: Updates that were ordered by barriers.
+        can_more: Whether fewer gradients stand at once if `passes` is 2.
+    """
+
+    passes: int = 1
+    orders_at: int = NEVER
     fused: tuple[Fused, ...] = ()
     whole: tuple[Whole, ...] = ()
+    ordered: Ordered | None = None
+    can_more: bool = False
+
+    @classmethod
+    def on(cls, platform: str, n_devices: int, passes: int = 1) -> Findings:
+        """Before a trace for a device: a CPU's compiler orders updates itself; several devices lose overlap by it."""
+        return cls(passes, NEVER if platform == "cpu" else 1 if n_devices == 1 else 2)
 
 
 def with_fused_updates(
@@ -84,7 +105,7 @@ def with_fused_updates(
     Args:
         fun: The step, a function of arrays.
         donated: Given the step's arguments, whether each of their leaves is donated.
-        findings: Filled at each trace with what was done.
+        findings: Says what may be done; filled at each trace with what was done.
 
     Returns:
         A function with the same results, to be compiled by `jax.jit` with the same donations. Where nothing can be
@@ -107,28 +128,39 @@ def with_fused_updates(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
-        call, kept.fused, kept.whole = fuse(closed, donated(*args, **kwargs))
+        call = fuse(closed, donated(*args, **kwargs), kept)
         outputs = call(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return run
 
 
-def fuse(closed: Any, donated: Sequence[bool]) -> tuple[Callable[..., Values], tuple[Fused, ...], tuple[Whole, ...]]:
-    """A step's jaxpr as a function of its inputs, its updates inside its backward scans; and what was done."""
-    step = _Flat.of(closed, donated)
+def fuse(closed: Any, donated: Sequence[bool], findings: Findings) -> Callable[..., Values]:
+    """A step's jaxpr as a function of its inputs, its updates inside its backward scans; `findings` says which."""
+    step = FlatStep.of(closed, donated)
     fused: list[Fused] = []
     whole: dict[str, Whole] = {}
+    findings.can_more = False
     for scan in [eqn for eqn in step.eqns if _is_stacking(eqn)]:
         if scan not in step.eqns:  # it carries another scan's axis, and went with it
             continue
-        found, stands = _candidate(step, step.eqns.index(scan))
-        whole.update((w.reason, w) for w in stands)
-        if found is not None:
+        found = _candidate(step, step.eqns.index(scan))
+        if found.refused is not None and (pair := _twice(step, scan, found.refused)) is not None:
+            findings.can_more = True
+            found = (_in_two_passes(*pair, scan, found.refused) if findings.passes > 1 else None) or found
+        whole.update((w.reason, w) for w in found.whole)
+        if found.scan is not None:
             fused.append(found.report())
-            step = found.fused()
-    call: Callable[..., Values] = step.run if fused else jax.extend.core.jaxpr_as_fun(closed)
-    return call, tuple(fused), tuple(whole.values())
+            step = found.scan.fused()
+    findings.fused, findings.whole, findings.ordered = tuple(fused), tuple(whole.values()), None
+    if findings.orders_at < NEVER:
+        in_order, done = ordered(step)
+        if findings.passes >= findings.orders_at:
+            step, findings.ordered = in_order, done
+        findings.can_more |= done is not None and findings.ordered is None
+    is_new = bool(fused) or findings.ordered is not None
+    call: Callable[..., Values] = step.run if is_new else jax.extend.core.jaxpr_as_fun(closed)
+    return call
 
 
 def _is_stacking(eqn: Any) -> bool:
@@ -137,99 +169,61 @@ def _is_stacking(eqn: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flat:
-    """A step's equations; its inputs' constants first."""
+class _Found:
+    """What becomes of a scan: with the updates that can be inside it, which gradients stand whole, what forbade more.
 
-    eqns: tuple[Any, ...]
-    reports: tuple[Any, ...]
-    """What only reports, as `jax.debug.print` does: it comes last."""
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    consts: tuple[Any, ...]
-    donated: tuple[Any, ...]
-    """The inputs that are donated, in order."""
+    The first equation that needs a total over all gradients is `refused`; where they are made twice, it is `twice`.
+    """
 
-    @classmethod
-    def of(cls, closed: Any, donated: Sequence[bool]) -> _Flat:
-        eqns, inputs, outputs, consts = flatten_jaxpr(closed)
-        eqns, outputs = _unforwarded(live_eqns(reports_last(eqns), outputs), outputs)
-        given = inputs[len(consts) :]
-        kept = [v for v, is_donated in zip(given, donated, strict=True) if is_donated]
-        n = next((n for n in range(len(eqns), 0, -1) if eqns[n - 1].outvars), 0)
-        return cls(tuple(eqns[:n]), tuple(eqns[n:]), tuple(inputs), tuple(outputs), tuple(consts), tuple(kept))
+    scan: _FusedScan | None
+    whole: tuple[Whole, ...] = ()
+    refused: NotIndependent | None = None
+    twice: NotIndependent | None = None
 
-    @property
-    def results(self) -> tuple[Any, ...]:
-        """What is read of the equations in the end."""
-        return (*self.outputs, *(a for eqn in self.reports for a in eqn.invars))
-
-    def run(self, *args: Any) -> Values:
-        """The step's results."""
-        flat = compat.make_jaxpr_of([*self.eqns, *self.reports], self.inputs, self.outputs)
-        return tuple(jax.core.eval_jaxpr(flat, (), *self.consts, *args))
-
-    def stacked(self, place: int) -> list[Any]:
-        """Floating-point results that a scan stacks and something reads."""
-        scan = self.eqns[place]
-        _, n_carry = compat.scan_sizes(scan)
-        read = {a for eqn in self.eqns[place + 1 :] for a in eqn.invars if compat.is_var(a)}
-        return [v for v in scan.outvars[n_carry:] if v in read and jnp.issubdtype(v.aval.dtype, jnp.floating)]
-
-    def reads_all(self, place: int, atoms: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        """Those of a scan's stacked results that values are made of."""
-        makers = {v: eqn for eqn in self.eqns[place + 1 :] for v in eqn.outvars}
-        found, todo = set(), [a for a in atoms if compat.is_var(a)]
-        while todo:
-            atom = todo.pop()
-            if atom not in found:
-                found.add(atom)
-                todo += [a for a in makers[atom].invars if compat.is_var(a)] if atom in makers else []
-        return [v for v in seeds if v in found]
+    def report(self) -> Fused:
+        """What the scan spares."""
+        assert self.scan is not None
+        return replace(self.scan.report(), twice=_reason(self.twice) if self.twice is not None else "")
 
 
-def _unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Read what a scan takes apart and stacks as it was, as the scans of NNX do with weights, where it came from."""
-    same: dict[Any, Any] = {}
-
-    def was(atom: Any) -> Any:
-        return same.get(atom, atom) if compat.is_var(atom) else atom
-
-    found = []
-    for eqn in eqns:
-        new = eqn.replace(invars=[was(a) for a in eqn.invars]) if same else eqn
-        if eqn.primitive.name == "scan":
-            n_consts, n_carry = compat.scan_sizes(eqn)
-            body = compat.open_jaxpr(eqn.params["jaxpr"])
-            taken = dict(zip(body.invars[n_consts + n_carry :], new.invars[n_consts + n_carry :], strict=True))
-            stacked = zip(eqn.outvars[n_carry:], body.outvars[n_carry:], strict=True)
-            same.update((v, taken[a]) for v, a in stacked if compat.is_var(a) and a in taken)
-        found.append(new)
-    return live_eqns(found, outputs := [was(a) for a in outputs]), outputs
+def _twice(step: FlatStep, scan: Any, refused: NotIndependent) -> tuple[FlatStep, Any] | None:
+    place = step.eqns.index(scan)
+    return run_twice(step, place, step.stacked(place), refused.totals)
 
 
-def _candidate(step: _Flat, place: int) -> tuple[_FusedScan | None, list[Whole]]:
-    """The scan at a place with the updates that can be inside it, if any can, and which gradients stand whole."""
+def _in_two_passes(twice: FlatStep, second: Any, scan: Any, refused: NotIndependent) -> _Found | None:
+    """What becomes of a scan that runs twice: for what needs all gradients, then for the updates."""
+    summed = _candidate(twice, twice.eqns.index(scan), is_updated=False).scan
+    if summed is None:
+        return None
+    twice = summed.fused()
+    updated = _candidate(twice, twice.eqns.index(second))
+    return replace(updated, twice=refused) if updated.scan is not None else None
+
+
+def _candidate(step: FlatStep, place: int, *, is_updated: bool = True) -> _Found:
+    """The scan at a place with the updates that can be inside it, if any can, or just sums over its gradients."""
     scan, behind = step.eqns[place], step.eqns[place + 1 :]
-    seeds, whole = step.stacked(place), []
-    known = [*step.inputs, *(v for eqn in step.eqns[: place + 1] for v in eqn.outvars)]
-    n = scan.params["length"]
+    seeds, whole, first = step.stacked(place), [], None
     while seeds:
-        late = [v for v in scan.outvars if v not in seeds]
         try:
-            axis = follow_all(behind, known, step.results, seeds, 0, late)
+            axis = step.follow(place, behind, seeds, step.results)
         except NotIndependent as refused:
-            lost = step.reads_all(place, refused.around.invars, seeds) or seeds
+            reads = step.made_of(place, refused.around.invars)
+            lost = [v for v in seeds if v in reads] or seeds
             whole.append(Whole(sum(aval_bytes(v.aval) for v in lost), _reason(refused)))
             seeds = [v for v in seeds if v not in lost]
+            first = first or (refused if refused.totals else None)
             continue
         wanted = _wanted(axis, step.results)
         lost = [v for v in seeds if v in wanted]
-        if axis.length != n or lost:  # what is returned, or read behind the updates, is stacked anyway
-            seeds = [v for v in seeds if v not in lost] if axis.length == n else []
+        is_whole = axis.length == scan.params["length"]
+        if not is_whole or lost:  # what is returned, or read behind the updates, is stacked anyway
+            seeds = [v for v in seeds if v not in lost] if is_whole else []
             continue
         found = _FusedScan(step, place, axis, seeds, wanted)
-        return (found if found.pairs else None), whole
-    return None, whole if _is_gradient(step, place) else []
+        return _Found(found if found.pairs or not is_updated else None, tuple(whole), first)
+    return _Found(None, tuple(whole) if _is_gradient(step, place) else (), first)
 
 
 def _reason(refused: NotIndependent) -> str:
@@ -237,7 +231,7 @@ def _reason(refused: NotIndependent) -> str:
     return f"`{refused.eqn.primitive.name}`{f' at {line}' if line else ''} needs all of them: {refused.reason}"
 
 
-def _is_gradient(step: _Flat, place: int) -> bool:
+def _is_gradient(step: FlatStep, place: int) -> bool:
     """Whether what a scan stacks may be gradients: of the shapes of what is donated."""
     shapes = {(v.aval.shape, v.aval.dtype) for v in step.donated}
     return any((v.aval.shape, v.aval.dtype) in shapes for v in step.stacked(place))
@@ -251,7 +245,7 @@ def _wanted(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v for v in read_later if v in places and (v in axis.places or v not in made))
 
 
-def _pairs(step: _Flat, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
+def _pairs(step: FlatStep, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
     """Which input's memory each updated result is written into: the one that JAX has it lie in, where it is donated."""
     spots: dict[Any, list[Any]] = {}
     for v, spot in axis.cut:
@@ -273,7 +267,7 @@ def _pairs(step: _Flat, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
 class _FusedScan:
     """A step one of whose scans updates as it goes."""
 
-    def __init__(self, step: _Flat, place: int, axis: Axis, seeds: Sequence[Any], wanted: Sequence[Any]):
+    def __init__(self, step: FlatStep, place: int, axis: Axis, seeds: Sequence[Any], wanted: Sequence[Any]):
         self.step, self.axis, self.seeds = step, axis, tuple(seeds)
         self.before, self.eqn = step.eqns[:place], step.eqns[place]
         self.n_consts, self.n_carry = compat.scan_sizes(self.eqn)
@@ -291,7 +285,7 @@ class _FusedScan:
         sizes = [aval_bytes(v.aval) for v in self.seeds]
         return Fused(compat.source_of(self.eqn, is_own=True), self.eqn.params["length"], sum(sizes), len(sizes), copied)
 
-    def fused(self) -> _Flat:
+    def fused(self) -> FlatStep:
         """The step with one equation in the place of the scan and of what moved into it: the new scan, traced."""
         known = (*(v for v, _ in self.axis.cut), *self.axis.reads, *self.buffers)
         reads = [v for v in dict.fromkeys((*self.eqn.invars, *known)) if compat.is_var(v) and v not in self.made]

@@ -172,8 +172,10 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
     if target is not None:
         raise ValueError(f"target={target!r} says what to plan for; say how much it may take, too: memory=.")
     run = losing_nothing(fun, "jit")
-    return jax.jit(fusing(run, statics_of(fun, jit_kwargs), jit_kwargs) if fuse_updates else run,
-                   **with_options(jit_kwargs))  # fmt: skip
+    if fuse_updates:
+        findings = Findings.on(jax.default_backend(), jax.device_count())
+        run = fusing(run, statics_of(fun, jit_kwargs), jit_kwargs, findings)
+    return jax.jit(run, **with_options(jit_kwargs))
 
 
 class Step(Wrapped[P, R]):
@@ -275,7 +277,7 @@ class Step(Wrapped[P, R]):
                 best, found = self._searched(limit, args, kwargs, told)
         if self._progress:
             say(found.summary, time.perf_counter() - start)
-        return best.run if get_target(self.target).is_present else self._jitted(best.trial), found
+        return best.run if best.trial.target.is_present else self._jitted(best.trial, best.updates), found
 
     def _searched(self, limit: int | None, args: Any, kwargs: Any, told: Any) -> tuple[Attempt, StepReport]:
         """The step under the plans with which it fits, from the cache or a search."""
@@ -284,16 +286,19 @@ class Step(Wrapped[P, R]):
         best = self._found(sizing, n_bytes)
         if sizing.first.is_alike and best in (None, sizing.first):
             sizing, best = self.sizing(args, kwargs, told, may_be_alike=False), None
+        plain = sizing.first.measurement
         if best is None:
             best = sizing.run(n_bytes)
+            if best is None and sizing.first.updates.can_more:  # a backward pass more, which no plan costs
+                sizing = self.sizing(args, kwargs, told, may_be_alike=False, passes=2)
+                best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
                 raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
             for key, plan in best.plans.items():
                 digests = plan.equations or equation_digests(best.trial.sites[key].program)
                 put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
         held = self._held(sizing.first, args, kwargs)
-        return best, report(n_bytes, sizing.first.measurement, best, held, len(sizing.attempts),
-                            open_store(self._cache))  # fmt: skip
+        return best, report(n_bytes, plain, best, held, len(sizing.attempts), open_store(self._cache))
 
     def _as_planned(self, plan: StepPlan, limit: int | None, args: Any, kwargs: Any) -> tuple[Attempt, StepReport]:
         """The step under a plan that was given, compiled once: it is that step's, and keeps to the memory."""
@@ -328,13 +333,13 @@ class Step(Wrapped[P, R]):
                       sizing.first.digest, str(n_bytes), unordered_fingerprint(site.program), asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None], *,
-               may_be_alike: bool = True) -> Sizing:  # fmt: skip
+               may_be_alike: bool = True, passes: int = 1) -> Sizing:  # fmt: skip
         """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
         target = get_target(self.target)
 
         def compile_trial(trial: Trial, *, may_be_alike: bool = False) -> Attempt:
             told("the whole step")
-            return self.compile(trial, args, kwargs, may_be_alike=may_be_alike)
+            return self.compile(trial, args, kwargs, may_be_alike=may_be_alike, passes=passes)
 
         first = compile_trial(Trial(target), may_be_alike=may_be_alike)
         return Sizing(first, compile_trial, target, open_store(self._cache), told,
@@ -358,12 +363,11 @@ class Step(Wrapped[P, R]):
         self._jitted(trial).trace(*args, **kwargs)
         return trial.sites
 
-    def compile(
-        self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_alike: bool = False
-    ) -> Attempt:
+    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_alike: bool = False,
+                passes: int = 1) -> Attempt:  # fmt: skip
         """Compile the step under a trial's plans, unless that is on disk, of another order of operations perhaps."""
         start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
-        updates = Findings()
+        updates = Findings.on(target.platform, target.n_devices, passes)
         jitted = self._jitted(trial, updates, is_here=target.is_present)
         chosen: Any = contextlib.nullcontext()
         if target.is_present and self.target is not None:

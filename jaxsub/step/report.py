@@ -26,6 +26,7 @@ from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
+from jaxsub.step.ordered_updates import Ordered
 from jaxsub.step.sizing import Attempt, step_bytes
 
 ROWS = 6
@@ -69,6 +70,7 @@ class StepReport(Shown):
         n_compiles: How many whole steps were compiled.
         fused: Backward scans that update parameters as they go: their gradients stand for one layer at a time.
         whole: Gradients that stand whole, and why.
+        ordered: Updates outside of scans that barriers put right behind their gradients.
     """
 
     memory_bytes: int
@@ -79,6 +81,7 @@ class StepReport(Shown):
     n_compiles: int
     fused: tuple[Fused, ...] = ()
     whole: tuple[Whole, ...] = ()
+    ordered: Ordered | None = None
 
     @property
     def step_bytes(self) -> int:
@@ -120,7 +123,7 @@ def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held]
             plan = opened(site.program, plan, best.trial.target, store)
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
     return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,
-                      best.updates.fused, best.updates.whole)  # fmt: skip
+                      best.updates.fused, best.updates.whole, best.updates.ordered)  # fmt: skip
 
 
 def _predicted(plan: Plan) -> int:

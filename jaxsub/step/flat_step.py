@@ -1,0 +1,141 @@
+"""A train step as flat equations: what is rewritten where updates move into the backward scan.
+
+Calls are inlined, what only reports comes last, and what a scan merely hands on is read where it came from. Equations
+are data: a rewrite is another tuple of them, and the step is traced once whatever is rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.core
+import jax.numpy as jnp
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axes import Axis, NotIndependent, follow_all
+from jaxsub.jaxpr.axis_places import Place
+from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
+
+Values = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatStep:
+    """A step's equations; its inputs' constants first."""
+
+    eqns: tuple[Any, ...]
+    reports: tuple[Any, ...]
+    """What only reports, as `jax.debug.print` does: it comes last."""
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    donated: tuple[Any, ...]
+    """The inputs that are donated, in order."""
+
+    @classmethod
+    def of(cls, closed: Any, donated: Sequence[bool]) -> FlatStep:
+        """Of a step's jaxpr, and which of its inputs are donated."""
+        eqns, inputs, outputs, consts = flatten_jaxpr(closed)
+        eqns, outputs = unforwarded(live_eqns(reports_last(eqns), outputs), outputs)
+        given = inputs[len(consts) :]
+        kept = [v for v, is_donated in zip(given, donated, strict=True) if is_donated]
+        n = next((n for n in range(len(eqns), 0, -1) if eqns[n - 1].outvars), 0)
+        return cls(tuple(eqns[:n]), tuple(eqns[n:]), tuple(inputs), tuple(outputs), tuple(consts), tuple(kept))
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What is read of the equations in the end."""
+        return (*self.outputs, *(a for eqn in self.reports for a in eqn.invars))
+
+    def run(self, *args: Any) -> Values:
+        """The step's results."""
+        flat = compat.make_jaxpr_of([*self.eqns, *self.reports], self.inputs, self.outputs)
+        return tuple(jax.core.eval_jaxpr(flat, (), *self.consts, *args))
+
+    def stacked(self, place: int) -> list[Any]:
+        """Floating-point results that a scan stacks and something reads."""
+        scan = self.eqns[place]
+        _, n_carry = compat.scan_sizes(scan)
+        read = {a for eqn in self.eqns[place + 1 :] for a in eqn.invars if compat.is_var(a)}
+        return [v for v in scan.outvars[n_carry:] if v in read and jnp.issubdtype(v.aval.dtype, jnp.floating)]
+
+    def made_of(self, place: int, atoms: Sequence[Any]) -> set[Any]:
+        """All that values are made of, back to a place."""
+        makers = {v: eqn for eqn in self.eqns[place + 1 :] for v in eqn.outvars}
+        found, todo = set(), [a for a in atoms if compat.is_var(a)]
+        while todo:
+            atom = todo.pop()
+            if atom not in found:
+                found.add(atom)
+                todo += [a for a in makers[atom].invars if compat.is_var(a)] if atom in makers else []
+        return found
+
+    def follow(self, place: int, eqns: Sequence[Any], seeds: Sequence[Any], results: Sequence[Any]) -> Axis:
+        """Follow the layers of a scan's stacked results through equations behind it.
+
+        Raises:
+            NotIndependent: If an equation needs all of them.
+        """
+        known = [*self.inputs, *(v for eqn in self.eqns[: place + 1] for v in eqn.outvars)]
+        return follow_all(eqns, known, results, seeds, 0, [v for v in self.eqns[place].outvars if v not in seeds])
+
+
+def unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Read what a scan takes apart and stacks as it was, as the scans of NNX do with weights, where it came from."""
+    same: dict[Any, Any] = {}
+
+    def was(atom: Any) -> Any:
+        return same.get(atom, atom) if compat.is_var(atom) else atom
+
+    found = []
+    for eqn in eqns:
+        new = eqn.replace(invars=[was(a) for a in eqn.invars]) if same else eqn
+        if eqn.primitive.name == "scan":
+            n_consts, n_carry = compat.scan_sizes(eqn)
+            body = compat.open_jaxpr(eqn.params["jaxpr"])
+            taken = dict(zip(body.invars[n_consts + n_carry :], new.invars[n_consts + n_carry :], strict=True))
+            stacked = zip(eqn.outvars[n_carry:], body.outvars[n_carry:], strict=True)
+            same.update((v, taken[a]) for v, a in stacked if compat.is_var(a) and a in taken)
+        found.append(new)
+    return live_eqns(found, outputs := [was(a) for a in outputs]), outputs
+
+
+def run_twice(step: FlatStep, place: int, seeds: Sequence[Any], needed: Sequence[Any]) -> tuple[FlatStep, Any] | None:
+    """The step with a scan in it twice: what needs all gradients reads the first's, the updates read the second's.
+
+    All that `needed` is made of stands between the two, so the second may update as it goes. What carries the layers
+    and is read by both, as a gradient's square is by a norm and by Adam, is made for both.
+
+    Args:
+        step: The step.
+        place: Where the scan stands.
+        seeds: Its stacked gradients.
+        needed: What is made of all gradients and read by their updates, such as a norm.
+
+    Returns:
+        The step and the second scan; `None` if what is needed needs all gradients twice, or they are returned.
+    """
+    scan, behind, found = step.eqns[place], step.eqns[place + 1 :], step.made_of(place, needed)
+    first = [eqn for eqn in behind if any(v in found for v in eqn.outvars)]
+    try:
+        axis = step.follow(place, first, seeds, needed)
+    except NotIndependent:
+        return None
+    if any(v in seeds for v in step.results if compat.is_var(v)):
+        return None
+    again = [scan.replace(outvars=[compat.new_var(v.aval) for v in scan.outvars])]
+    names = {v: new for v, new in zip(scan.outvars, again[0].outvars, strict=True) if v in seeds}
+    for eqn in behind:
+        carried = [v for v in eqn.outvars if isinstance(axis.places.get(v), Place)]
+        if eqn in first and not carried:
+            continue
+        new = eqn.replace(invars=[names.get(a, a) if compat.is_var(a) else a for a in eqn.invars])
+        if carried:
+            new = new.replace(outvars=[compat.new_var(v.aval) for v in eqn.outvars])
+            names.update((v, w) for v, w in zip(eqn.outvars, new.outvars, strict=True) if v in carried)
+        again.append(new)
+    outputs = tuple(names.get(a, a) if compat.is_var(a) else a for a in step.outputs)
+    twice = replace(step, outputs=outputs)
+    return replace(twice, eqns=tuple(live_eqns([*step.eqns[: place + 1], *first, *again], twice.results))), again[0]
