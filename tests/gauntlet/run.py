@@ -61,6 +61,8 @@ def run_apart(name: str, share: float, limit: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"XDG_CACHE_HOME": folder} | {k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"}
         environment["JAX_PLATFORMS"] = "cpu"
+        # NumPyro adds up in the order of a set: with another seed of hashes a process has another program
+        environment["PYTHONHASHSEED"] = "0"
         for trial in ("first", "again"):
             command = [sys.executable, __file__, name, "--budget", str(share), "--limit", str(limit)]
             ran = subprocess.run([*command, "--trial", trial, folder], capture_output=True, text=True, env=environment)
