@@ -58,6 +58,16 @@ class Tuning:
             flat says little.
         bracket_leap: Without a slope, how many times larger the next quantity is at most.
         block_flops: What repeats is taken for the program's blocks where it holds this share of the FLOPs.
+        little_recompute: A plan that recomputes no more of a forward pass is taken without looking at slices.
+        slice_sets: Sets of runs in slices that are planned with the compiler, before the best is taken or all refused.
+        slice_corrections: How often a plan inside slices is made, each for as much less as all need over the budget.
+        wide_values: How many of the widest values are looked at.
+        wide_share: A run is worth slicing where more is live than this share of the budget,
+        peak_share: or this share of the program's own peak; what carries the axis is sliced down to `wide_share`.
+        narrow_share: Several values of a run are live at once: each is looked at that is this share of what is wide.
+        run_reach: A run reaches to where one part in so many of its widest value is live.
+        least_sliced_bytes: For less nobody needs slices.
+        many_slices: Of axes that all have so many slices the one is taken that most of the run carries.
         same_step: Where a step needs this share of what is predicted of its largest function, a byte of a function's
             budget is one of the step.
         close_step: A step that fills this share of its memory is close enough.
@@ -98,6 +108,16 @@ class Tuning:
     bracket_share: float = 0.1
     bracket_leap: int = 16
     block_flops: float = 0.5
+    little_recompute: float = 0.05
+    slice_sets: int = 3
+    slice_corrections: int = 4
+    wide_values: int = 6
+    wide_share: float = 1 / 8
+    peak_share: float = 1 / 2
+    narrow_share: float = 1 / 4
+    run_reach: int = 4
+    least_sliced_bytes: int = 2**20
+    many_slices: int = 64
     same_step: float = 0.8
     close_step: float = 0.96
 

@@ -30,15 +30,6 @@ Whole = Callable[[Program, Budget, bool], Plan]
 
 Runs = tuple[Slices, ...]
 
-CORRECTIONS = 4
-"""How often a plan inside slices is made, each time for as much less than one needs as all need over the budget."""
-
-LITTLE_EXTRA = 0.05
-"""A plan that recomputes no more of a forward pass than this is taken without looking at runs in slices."""
-
-MOST_SETS = 3
-"""How many sets are planned with the compiler, each in a few compiles, before the best is taken or all is refused."""
-
 
 def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
     """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can.
@@ -108,10 +99,10 @@ class _Search:
             self._try(self.program)
         if self.budget == Budget() and not self.is_asked:
             return
-        if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= LITTLE_EXTRA:
+        if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
             return
         sets = dict.fromkeys(candidates(self.program, self.target, self.n_bytes))
-        for _ in range(MOST_SETS):
+        for _ in range(TUNING.slice_sets):
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
@@ -201,7 +192,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
     n_bytes, room = budget.n_bytes, 0
     refusals: list[InfeasibleBudgetError] = []
-    for _ in range(CORRECTIONS):
+    for _ in range(TUNING.slice_corrections):
         try:
             plan = whole(with_slices(program, runs), budget, is_trusted)
         except InfeasibleBudgetError as refused:

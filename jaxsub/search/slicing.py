@@ -25,6 +25,7 @@ import numpy as np
 from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
@@ -38,25 +39,6 @@ from jaxsub.partition.min_cut import TracedRun, choice_of, trace_run
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
-
-FEW_VALUES = 6
-"""How many of the widest values are looked at."""
-
-WIDE_SHARE, PEAK_SHARE = 1 / 8, 1 / 2
-"""A run is worth slicing where more is alive than the first share of the budget, or the second share of the program's
-own peak. It is sliced until what carries the axis is the first share of the budget."""
-
-NARROW = 1 / 4
-"""Several values of a run stand at once: each is looked at that is more than this share of what is wide."""
-
-LITTLE = 4
-"""A run reaches to where no more than the fourth part of its widest value is alive."""
-
-LEAST_BYTES = 2**20
-"""For less than a mebibyte nobody needs slices."""
-
-MANY = 64
-"""Of axes that all have so many slices the one is taken that most of the run carries."""
 
 
 class ChunksError(JaxsubError, ValueError):
@@ -133,7 +115,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
         return
     least = least_rows(target)
     batch = _batch_run(program)
-    whole = [batch] if batch is not None and batch.carried_bytes > LEAST_BYTES else []
+    whole = [batch] if batch is not None and batch.carried_bytes > TUNING.least_sliced_bytes else []
     found = _everywhere(program, n_bytes, least)
     heads = [run for run in found if run.is_head]
     loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
@@ -249,9 +231,11 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> list[Found]:
     """Disjoint runs round the widest values, each with its best axis; alike runs all of them."""
     graph = program.graph
     live, last = live_bytes(graph), graph.last_uses()
-    wide = max(LEAST_BYTES, min(PEAK_SHARE * int(live.max(initial=1)), WIDE_SHARE * n_bytes))
-    made = [v for v in graph.values if v.producer is not None and v.n_bytes > NARROW * wide]
-    sizes = sorted({v.n_bytes for v in made}, reverse=True)[:FEW_VALUES]
+    wide = max(
+        TUNING.least_sliced_bytes, min(TUNING.peak_share * int(live.max(initial=1)), TUNING.wide_share * n_bytes)
+    )
+    made = [v for v in graph.values if v.producer is not None and v.n_bytes > TUNING.narrow_share * wide]
+    sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
     found: list[Found] = []
     for value in sorted(made, key=lambda v: (-v.n_bytes, v.index)):
         producer, stop = value.producer or 0, min(last[value.index] + 1, len(graph.nodes))
@@ -265,7 +249,9 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> list[Found]:
             axes, _ = _follow_all(program, run[0], run[1], _seeds(program, *run))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
-                found.append(max(axes, key=lambda f: (min(f.rows // least, f.axis.length, MANY), f.carried_bytes)))
+                found.append(
+                    max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))
+                )
                 break
     return found
 
@@ -293,7 +279,7 @@ def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes
         node, is_low = nodes[min(here, there, len(nodes) - 1)], nearest is not None
         if there != here and (node.primitive in LOOPS or (is_low and node.is_costly)):
             break
-        if LITTLE * live[there] <= n_bytes and (not is_low or live[there] <= lowest):
+        if TUNING.run_reach * live[there] <= n_bytes and (not is_low or live[there] <= lowest):
             nearest, farthest, lowest = there if nearest is None else nearest, there, live[there]
     return tuple(dict.fromkeys((cut, positions[0]) if nearest is None else (farthest, nearest, positions[0])))
 
@@ -301,7 +287,7 @@ def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes
 def _count(found: Found, n_bytes: int, least: int) -> int:
     """In how many slices a run is executed: as few as leave it a small share of the budget, in large products."""
     is_whole = found.is_head and not found.start
-    share = 1 / 2 if is_whole else WIDE_SHARE  # the whole function leaves nothing but its slices
+    share = 1 / 2 if is_whole else TUNING.wide_share  # the whole function leaves nothing but its slices
     needed = found.carried_bytes / max(1.0, share * n_bytes)
     wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
     return min(wanted, found.rows // least, found.axis.length)

@@ -27,7 +27,7 @@ from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import Site, Trial
 from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
-from jaxsub.search.slice_search import LITTLE_EXTRA, best_in_slices
+from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
 from jaxsub.step.fused_update import Findings
 
@@ -106,7 +106,7 @@ class Ladder:
             if self.chosen is None:
                 self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
             plan = self.candidates.plan(self.chosen, n_bytes)
-            if predicted_bytes(plan) <= n_bytes and recomputed_share(plan) <= LITTLE_EXTRA:
+            if predicted_bytes(plan) <= n_bytes and recomputed_share(plan) <= TUNING.little_recompute:
                 return plan
             plans = [plan, *self._in_slices(max(1, int(n_bytes)))]
         fitting = [plan for plan in plans if predicted_bytes(plan) <= n_bytes]
