@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax, random
+from jax.experimental import io_callback
 from jaxprs import by_result, equations, regions
 from loops import assert_same, gradient_flops
 
