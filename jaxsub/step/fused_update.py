@@ -17,7 +17,7 @@ Sources: Lv et al., *Full Parameter Fine-tuning for Large Language Models with L
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,7 +152,8 @@ def fuse(closed: Any, donated: Sequence[bool], findings: Findings) -> Callable[.
         if found.scan is not None:
             fused.append(found.report())
             step = found.scan.fused()
-    findings.fused, findings.whole, findings.ordered = tuple(fused), tuple(whole.values()), None
+    findings.fused, findings.whole = tuple(fused), (*whole.values(), *_accumulated(step))
+    findings.ordered = None
     if findings.orders_at < NEVER:
         in_order, done = ordered(step)
         if findings.passes >= findings.orders_at:
@@ -235,6 +236,21 @@ def _is_gradient(step: FlatStep, place: int) -> bool:
     """Whether what a scan stacks may be gradients: of the shapes of what is donated."""
     shapes = {(v.aval.shape, v.aval.dtype) for v in step.donated}
     return any((v.aval.shape, v.aval.dtype) in shapes for v in step.stacked(place))
+
+
+def _accumulated(step: FlatStep) -> Iterator[Whole]:
+    """Gradients that a scan over micro-batches adds up in its carry: every update needs the sums."""
+    shapes = {(v.aval.shape, v.aval.dtype) for v in step.donated if v.aval.ndim}
+    for eqn in filter(_is_stacking, step.eqns):
+        (n_consts, n_carry), body = compat.scan_sizes(eqn), compat.open_jaxpr(eqn.params["jaxpr"])
+        adds = {v: e.invars for e in body.eqns if e.primitive.name in ("add", "add_any") for v in e.outvars}
+        carried = zip(body.invars[n_consts:], body.outvars[:n_carry], eqn.outvars[:n_carry], strict=False)
+        sums = [v for before, after, v in carried if before in adds.get(after, ()) and v not in step.results
+                and (v.aval.shape, v.aval.dtype) in shapes]  # fmt: skip
+        if sums:
+            line = compat.source_of(eqn, is_own=True)
+            reason = f"`scan`{f' at {line}' if line else ''} adds them up over {eqn.params['length']} steps"
+            yield Whole(sum(aval_bytes(v.aval) for v in sums), f"{reason}, and every update needs the sums")
 
 
 def _wanted(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:

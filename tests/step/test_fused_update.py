@@ -133,6 +133,32 @@ def test_a_logged_norm_is_summed_in_the_scan():
     chex.assert_trees_all_close(ours(*copied(args)), plain(*copied(args)), rtol=1e-5)
 
 
+def test_gradients_added_up_over_micro_batches_stand_whole():
+    """A scan that accumulates them is named with its count and bytes; one that trains in each step is not."""
+    weights, micro = params(), TOKENS.reshape(4, -1)
+    optimizer = optax.adam(1e-2)
+    plain = step_of(optimizer)
+
+    def accumulating(params, state, micro):
+        add = lambda total, tokens: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, tokens)), None)  # noqa: E731
+        total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro)
+        updates, state = optimizer.update(total, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def training(params, state, micro):
+        return lax.scan(lambda carry, tokens: (plain(*carry, tokens)[:2], None), (params, state), micro)[0]
+
+    args = weights, optimizer.init(weights), micro
+    new, findings = fused(accumulating)
+    chex.assert_trees_all_equal(jax.jit(new)(*args), jax.jit(accumulating)(*args))
+    (stands,) = findings.whole
+    assert stands.n_bytes == sum(x.nbytes for x in jax.tree.leaves(weights))
+    assert "adds them up over 4 steps" in stands.reason
+    new, findings = fused(training)
+    jax.eval_shape(new, *args)
+    assert findings.whole == ()
+
+
 def test_returned_gradients_stand_whole():
     """A step that returns its gradients keeps them, and is left as it is."""
 
