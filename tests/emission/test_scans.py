@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax, random
+from jax.experimental import io_callback
 from loops import assert_same, gradient_flops
 
 import jaxsub
@@ -263,7 +264,7 @@ def test_what_is_not_worth_planning_is_left_alone():
 
     def f(ws, x):
         n = lax.while_loop(lambda n: n < 9, lambda n: n + 2, 0)
-        x = lax.scan(lambda x, w: (jax.debug.callback(lambda: None) or jnp.tanh(x @ w), None), x, ws)[0]
+        x = lax.scan(lambda x, w: (io_callback(lambda: None, None) or jnp.tanh(x @ w), None), x, ws)[0]
         x = lax.scan(tanh_step, x, ws[:1])[0]
         noise = lax.scan(tanh_step, lax.stop_gradient(x), lax.stop_gradient(ws))[0]
         return jnp.mean(x * n + noise)
