@@ -33,10 +33,11 @@ from jaxsub.jaxpr.shardings import scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.partition.min_cut import Choice, TracedRun, choices, trace_run
+from jaxsub.partition.min_cut import Choice, NoBackwardPass, TracedRun, choices, trace_run
 
 Kind = str
 Zeros = frozenset[Shape]
+Traced = tuple[TracedRun, tuple[Choice, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,7 @@ class Pricer:
     share: float = 1.0
     gathered: tuple[int, ...] = ()
     offload: str | None = None
-    _traced: dict[Kind, tuple[TracedRun, tuple[Choice, ...]]] = field(init=False, default_factory=dict)
+    _traced: dict[Kind, Traced | None] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _known: dict[tuple[str, Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
     _sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(init=False, default_factory=dict)
@@ -93,10 +94,10 @@ class Pricer:
 
     def _chain(self, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> Chain:
         runs = list(pairwise(cuts))
-        free = [run for run in runs if not self._is_pinned(*run)]
+        free = [run for run in runs if not self._is_pinned(*run, cuts)]
         zeros = shared_zeros(self._run(*run, cuts)[0] for run in free)
         ends = block_ends(self.program.graph, cuts)[:-1]
-        blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
+        blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]], cuts)]
         traced = {run: self._run(*run, cuts) for run in free}
         dead = dead_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
         stages = tuple(self._stage(start, stop, dead.get((start, stop), ()), cuts, zeros) for start, stop in runs)
@@ -143,24 +144,37 @@ class Pricer:
         count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
         is_short = len(cuts) - 1 <= TUNING.few_stages
         worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
-        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
+        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b], cuts)]
 
-    def _is_pinned(self, start: int, stop: int) -> bool:
-        """Tell whether a run has an equation that must run once: it is never wrapped, and not traced by itself."""
-        return not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
+    def _is_pinned(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> bool:
+        """Tell whether a run is never wrapped: an equation must run once, or its backward pass cannot be traced."""
+        must_run_once = not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
+        return must_run_once or self._found_run(start, stop, cuts) is None
 
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
             self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop)
         return self._kinds[start, stop]
 
-    def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> tuple[TracedRun, tuple[Choice, ...]]:
+    def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> Traced:
+        found = self._found_run(start, stop, cuts)
+        assert found is not None, "a run is looked at only where its backward pass can be traced"
+        return found
+
+    def _found_run(self, start: int, stop: int, cuts: tuple[int, ...]) -> Traced | None:
         kind = self._kind(start, stop)
         if kind not in self._traced:
-            marked = _worth_marking(self.program.graph, cuts, start, stop, lambda a, b: self._run(a, b)[1])
-            traced = trace_run(self.program, start, stop, marked)
-            self._traced[kind] = (traced, choices(traced))
+            try:
+                marked = _worth_marking(self.program.graph, cuts, start, stop, self._choices)
+                traced = trace_run(self.program, start, stop, marked)
+                self._traced[kind] = traced, choices(traced)
+            except NoBackwardPass:
+                self._traced[kind] = None
         return self._traced[kind]
+
+    def _choices(self, start: int, stop: int) -> tuple[Choice, ...]:
+        found = self._found_run(start, stop, ())
+        return found[1] if found is not None else ()
 
     @property
     def _is_cpu(self) -> bool:
@@ -255,7 +269,10 @@ class Pricer:
         """Yield the options of a stage that is a loop or conditional, unwrapped and in a region that saves nothing."""
         kind, least_bytes = self._kind(stage.start, stage.stop), float("inf")
         if kind not in self._loop_choices:
-            self._loop_choices[kind] = self._choices_of(stage.start)
+            try:
+                self._loop_choices[kind] = self._choices_of(stage.start)
+            except NoBackwardPass:  # of its body as a whole
+                self._loop_choices[kind] = ()
         for c in self._loop_choices[kind]:
             loop, flops = replace(c.loop, node=0), c.recompute_flops
             seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)

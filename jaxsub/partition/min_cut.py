@@ -168,13 +168,27 @@ class TracedRun:
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
 
 
+class NoBackwardPass(ValueError):
+    """A run whose backward pass cannot be traced by itself."""
+
+
 def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
-    """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty."""
+    """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty.
+
+    Raises:
+        NoBackwardPass: If a derivative rule refuses, in its own way, cotangents of all that the run returns.
+    """
     function = run_function(program, start, stop, tag=mark, saved=marked)
     base, last = program.graph.made_by(start, stop), program.graph.last_uses()
     free = frozenset(v - base.start for v in base if last[v] >= stop)
     weights = tuple(program.graph.values[v].producer is None for v in function.reads)
-    return replace(trace_function(function, read_avals(program, function)), free=free, weights=weights)
+    try:
+        traced = trace_function(function, read_avals(program, function))
+    except NotImplementedError:  # the program has no gradient, not this run alone
+        raise
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise NoBackwardPass(f"the backward pass of equations {start} to {stop} cannot be traced: {error}") from error
+    return replace(traced, free=free, weights=weights)
 
 
 def trace_function(

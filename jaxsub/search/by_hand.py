@@ -34,7 +34,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import Choice, TracedRun, choice_of, choices, finer, trace_run
+from jaxsub.partition.min_cut import Choice, NoBackwardPass, TracedRun, choice_of, choices, finer, trace_run
 
 NEXT = 4
 """The period is looked for between an equation and the next ones like it: a block has several of most kinds."""
@@ -112,7 +112,10 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
     traced: dict[Any, TracedRun] = {}
     for piece in pieces:
         if piece.kind not in traced:
-            run = trace_run(piece.program, *piece.run)
+            try:
+                run = trace_run(piece.program, *piece.run)
+            except NoBackwardPass:
+                return []
             # a value that a step carries on is stacked once more when it is saved by name: nothing is free there
             traced[piece.kind] = replace(run, free=frozenset()) if is_loops else run
     head = _head_bytes(program, pieces[-1].stop, gpu)
@@ -195,7 +198,10 @@ def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
     """What the passes of what follows the last region need."""
     if start == len(program.eqns) or not all(node.can_recompute for node in program.graph.nodes[start:]):
         return 0
-    rest = trace_run(program, start, len(program.eqns))
+    try:
+        rest = trace_run(program, start, len(program.eqns))
+    except NoBackwardPass:
+        return 0
     return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu)
 
 

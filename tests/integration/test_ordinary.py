@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import random
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
 from six_layers import same
 
@@ -116,3 +117,43 @@ def test_a_frontier_leaves_out_what_must_run_once(ordered):
         jax.block_until_ready(jax.jit(jax.grad(planned))(WEIGHTS * 2, X))
         jax.effects_barrier()
         assert len(seen) == 6
+
+
+@jax.custom_vjp
+def with_count(x):
+    """A library's rule that has no gradient of its second result, and says so where one is asked for."""
+    return jnp.tanh(x), jnp.sum(x > 0, dtype=x.dtype)
+
+
+def no_gradient_of_the_count(x, cotangents):
+    cotangent, of_count = cotangents
+    if not isinstance(of_count, SymbolicZero):
+        raise ValueError("no gradient of the count")
+    return (cotangent * (1 - jnp.tanh(x) ** 2),)
+
+
+with_count.defvjp(lambda x: (with_count(x.value), x.value), no_gradient_of_the_count, symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_rule_that_refuses_cotangents_of_all_results(in_a_loop):
+    """A stage that cannot be differentiated by itself is left as it is, and the function is planned around it."""
+
+    def layer(carry, w):
+        x, total = carry
+        x, count = with_count(x @ w)
+        return (jnp.sin(jnp.tanh(x @ w) @ w), total + jax.lax.stop_gradient(count)), None
+
+    def loss(ws, x):
+        carry = x, jnp.zeros(())
+        if in_a_loop:
+            carry, _ = jax.lax.scan(layer, carry, jnp.stack(ws))
+        else:
+            for w in ws:
+                carry, _ = layer(carry, w)
+        return jnp.mean(carry[0] ** 2) + 0 * carry[1]
+
+    ws = [*WEIGHTS, *WEIGHTS]
+    small = jaxsub.sublinear(loss, budget=0.8, cache=False, progress=False)
+    same(jaxsub.jit(jax.value_and_grad(small))(ws, X), jax.jit(jax.value_and_grad(loss))(ws, X))
+    assert small.plan(ws, X).measurement.temp_bytes <= 0.8 * jaxsub.measure(loss, ws, X).temp_bytes
