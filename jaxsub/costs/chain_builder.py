@@ -144,7 +144,7 @@ class Pricer:
         count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
         is_short = len(cuts) - 1 <= TUNING.few_stages
         worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
-        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b], cuts)]
+        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b], tuple(cuts))]
 
     def _is_pinned(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> bool:
         """Tell whether a run is never wrapped: an equation must run once, or its backward pass cannot be traced."""
@@ -252,7 +252,8 @@ class Pricer:
         graph, start, stop = self.program.graph, cuts[first], cuts[end]
         found = self._run(start, stop, cuts)[1]
         hoisted = sum(s.hoisted_bytes for s in stages)
-        pace = sum(self._seconds(s.start, s.stop).scale for s in stages) / len(stages)
+        scales = [self._seconds(s.start, s.stop).scale for s in stages if not self._is_pinned(s.start, s.stop)]
+        pace = sum(scales) / max(len(scales), 1)
         options = []
         for c in found:
             transient = self._bytes("backward", start, stop, c.saved)
