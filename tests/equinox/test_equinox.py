@@ -213,7 +213,7 @@ POLICIES = ["save_nothing", "save_all", "save_costly", "save_within(4KiB)", "sqr
             jax.checkpoint_policies.dots_saveable]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", str(p)))
 def test_layers_under_every_policy(policy):
     """A model of wrapped layers is a model: its gradients are those of the plain one, at the plain one's leaves."""
     wrapped = Net(wrap=filter_checkpoint(policy=policy))
