@@ -42,6 +42,7 @@ class StepPlan(Shown, Stored):
         measurement: The compiler's report for the step under the plan.
         plain_measurement: The same with every function in it under its own plan, or under none.
         sites: The sublinear functions in it, each with its plan.
+        passes: How often its backward scans run: twice where what needs all gradients comes before the updates.
     """
 
     kind: ClassVar[str] = "jaxsub_step_plan"
@@ -52,6 +53,7 @@ class StepPlan(Shown, Stored):
     measurement: Measurement
     plain_measurement: Measurement
     sites: tuple[PlannedSite, ...]
+    passes: int = 1
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -65,6 +67,8 @@ class StepPlan(Shown, Stored):
         found += [f"sites.{s.name}.{fault}" for s in self.sites for fault in s.plan.faults()]
         if not 0 < self.measurement.step_bytes <= self.memory_bytes:
             found.append(f"memory_bytes: {self.memory_bytes} is less than the step takes")
+        if self.passes not in (1, 2):
+            found.append(f"passes: {self.passes} is not 1 or 2")
         if len(self.plans) < len(self.sites) or any(s.calls < 1 for s in self.sites):
             found.append("sites: a function is there twice, or is never called")
         return found

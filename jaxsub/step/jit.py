@@ -223,7 +223,8 @@ class Step(Wrapped[P, R]):
     def plan(self, /, *args: Any, **kwargs: Any) -> StepPlan:
         """What was decided for arguments of these shapes: to be stored, compared, and given to `jaxsub.jit(plan=)`."""
         found = self._prepare(args, kwargs)[1]
-        return StepPlan(self._digest(args, kwargs), found.memory_bytes, found.measurement, found.plain, found.sites)
+        return StepPlan(self._digest(args, kwargs), found.memory_bytes, found.measurement, found.plain, found.sites,
+                        found.passes)  # fmt: skip
 
     def clear_cache(self) -> None:
         """Forget what was compiled and planned in this process; what is on disk stays."""
@@ -306,7 +307,7 @@ class Step(Wrapped[P, R]):
         given = Trial(get_target(self.target), plan.plans, are_given=True)
         self._jitted(given).trace(*args, **kwargs)
         require_same_sites(plan, given.sites)
-        best = self.compile(Trial(given.target, plan.plans, are_given=True), args, kwargs)
+        best = self.compile(Trial(given.target, plan.plans, are_given=True), args, kwargs, passes=plan.passes)
         n_bytes = limit or self.memory.n_bytes or int(plan.plain_measurement.step_bytes * (self.memory.fraction or 1.0))
         require_fitting(plan, best.measurement, n_bytes)
         held = self._held(best, args, kwargs)

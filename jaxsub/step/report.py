@@ -71,6 +71,7 @@ class StepReport(Shown):
         fused: Backward scans that update parameters as they go: their gradients stand for one layer at a time.
         whole: Gradients that stand whole, and why.
         ordered: Updates outside of scans that barriers put right behind their gradients.
+        passes: How often a backward scan may run, so that what needs all gradients comes before the updates.
     """
 
     memory_bytes: int
@@ -82,6 +83,7 @@ class StepReport(Shown):
     fused: tuple[Fused, ...] = ()
     whole: tuple[Whole, ...] = ()
     ordered: Ordered | None = None
+    passes: int = 1
 
     @property
     def step_bytes(self) -> int:
@@ -123,7 +125,7 @@ def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held]
             plan = opened(site.program, plan, best.trial.target, store)
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
     return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,
-                      best.updates.fused, best.updates.whole, best.updates.ordered)  # fmt: skip
+                      best.updates.fused, best.updates.whole, best.updates.ordered, best.updates.passes)  # fmt: skip
 
 
 def _predicted(plan: Plan) -> int:

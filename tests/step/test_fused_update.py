@@ -400,5 +400,9 @@ def test_a_step_runs_its_backward_scan_twice_only_where_nothing_else_fits():
     assert report.step_bytes <= report.memory_bytes == ample.step_bytes - STACK_BYTES
     assert "it runs twice, for `div` at _clipping.py" in str(report)
     chex.assert_trees_all_close(tight(*copied(args)), jax.jit(step_of(optimizer))(*args), rtol=1e-4, atol=1e-6)
+    kept = jaxsub.StepPlan.from_json(tight.plan(*args).to_json())
+    step = step_of(optimizer, jaxsub.sublinear(loss))
+    again = jaxsub.jit(step, plan=kept, donate_argnums=(0, 1), progress=False).report(*args)
+    assert again.step_bytes == report.step_bytes
     with pytest.raises(jaxsub.InfeasibleBudgetError):
         made(ample.step_bytes // 2).report(*args)
