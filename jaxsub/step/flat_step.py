@@ -115,7 +115,8 @@ def run_twice(step: FlatStep, place: int, seeds: Sequence[Any], needed: Sequence
         needed: What is made of all gradients and read by their updates, such as a norm.
 
     Returns:
-        The step and the second scan; `None` if what is needed needs all gradients twice, or they are returned.
+        The step and the second scan; `None` if what is needed needs all gradients twice, is not made of them, or they
+        are returned.
     """
     scan, behind, found = step.eqns[place], step.eqns[place + 1 :], step.made_of(place, needed)
     first = [eqn for eqn in behind if any(v in found for v in eqn.outvars)]
@@ -138,4 +139,6 @@ def run_twice(step: FlatStep, place: int, seeds: Sequence[Any], needed: Sequence
         again.append(new)
     outputs = tuple(names.get(a, a) if compat.is_var(a) else a for a in step.outputs)
     twice = replace(step, outputs=outputs)
-    return replace(twice, eqns=tuple(live_eqns([*step.eqns[: place + 1], *first, *again], twice.results))), again[0]
+    eqns = tuple(live_eqns([*step.eqns[: place + 1], *first, *again], twice.results))
+    are_both_needed = scan in eqns and again[0] in eqns
+    return (replace(twice, eqns=eqns), again[0]) if are_both_needed else None
