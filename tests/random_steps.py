@@ -120,7 +120,7 @@ def pooled(x):
 
 
 def convolved_wide(x, y):
-    lhs, rhs = x.reshape(1, N, N, 1), jnp.tanh(y[:2, :]).reshape(2, 2, 1, 2)
+    lhs, rhs = x.reshape(1, N, N, 1), jnp.tanh(y[:2, :4]).reshape(2, 2, 1, 2)
     out = lax.conv_general_dilated(
         lhs, rhs, (2, 2), ((0, 0), (0, 0)), lhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
