@@ -172,3 +172,17 @@ def _write(path: Path, stored: Measured) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", "utf-8")
     unfinished.replace(path)
+
+
+def run_cells(doc: str | None, folder: Path, cells: Callable[[bool], Iterable[Cell]],
+              table: Callable[[Measured], None], faults: Callable[[Measured], list[str]]) -> None:  # fmt: skip
+    """Read a benchmark's command line; measure what is asked for, keep and print its table, say what is broken."""
+    chosen = options(argparse.ArgumentParser(description=doc), folder)
+    path = chosen.out / f"{folder.name}.json"
+    if not chosen.draw:
+        fill(path, picked(cells(chosen.quick), chosen.only), chosen.minutes, chosen.anew)
+    measured = load(path)
+    if not measured:
+        raise SystemExit(f"{path} holds no results: run this without --draw first")
+    keep_table(table, measured, path.with_suffix(".md"))
+    tell(faults(measured), is_check=chosen.quick)

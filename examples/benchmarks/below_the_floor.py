@@ -25,11 +25,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "league"), str(HERE.parent)]
 
-import argparse  # noqa: E402
-
 from decoder import loss_of, shapes  # noqa: E402
 from policies import SIZES, WHOLE, Size  # noqa: E402
-from records import Cell, Measured, fill, keep_table, load, options, over_budget, picked, tell  # noqa: E402
+from records import Cell, Measured, over_budget, run_cells  # noqa: E402
 
 import jaxsub  # noqa: E402
 from jaxsub.jaxpr.flops import bodies_of, flops_of  # noqa: E402
@@ -127,18 +125,5 @@ def table(measured: Measured) -> None:
             print(f"| {key} | **refused: {cell['least_bytes'] / GIB:.3g}** | | |")
 
 
-def main() -> None:
-    """Read the command line; measure, print."""
-    chosen = options(argparse.ArgumentParser(description=__doc__), HERE.parent / "results" / "below_the_floor")
-    path = chosen.out / "below_the_floor.json"
-    if not chosen.draw:
-        fill(path, picked(cells(chosen.quick), chosen.only), chosen.minutes, chosen.anew)
-    measured = load(path)
-    if not measured:
-        raise SystemExit(f"{path} holds no results: run this without --draw first")
-    keep_table(table, measured, path.with_suffix(".md"))
-    tell(broken(measured), is_check=chosen.quick)
-
-
 if __name__ == "__main__":
-    main()
+    run_cells(__doc__, HERE.parent / "results" / "below_the_floor", cells, table, broken)

@@ -11,7 +11,6 @@ refusal, or over half a percent more FLOPs, is a bug, and bold in the table. On 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from records import Cell, Measured, fill, keep_table, load, mib, options, picked, tell  # noqa: E402
+from records import Cell, Measured, mib, run_cells  # noqa: E402
 
 import jaxsub  # noqa: E402
 from jaxsub.jaxpr.flops import jaxpr_flops  # noqa: E402
@@ -177,18 +176,10 @@ def table(measured: Measured) -> None:
             print(f"| {key} | {mib(cell['by_hand_bytes'])} | **refused: {mib(cell['least_bytes'])}** | | |")
 
 
-def main() -> None:
-    """Read the command line; measure, print."""
-    chosen = options(argparse.ArgumentParser(description=__doc__), HERE.parent / "results" / "by_hand")
-    path = chosen.out / "by_hand.json"
-    if not chosen.draw:
-        fill(path, picked(cells(chosen.quick), chosen.only), chosen.minutes, chosen.anew)
-    measured = load(path)
-    if not measured:
-        raise SystemExit(f"{path} holds no results: run this without --draw first")
-    keep_table(table, measured, path.with_suffix(".md"))
-    tell([f"{key}: by hand is ahead" for key, cell in measured.items() if is_behind(cell)], is_check=chosen.quick)
+def behind(measured: Measured) -> list[str]:
+    """Where by hand is ahead."""
+    return [f"{key}: by hand is ahead" for key, cell in measured.items() if is_behind(cell)]
 
 
 if __name__ == "__main__":
-    main()
+    run_cells(__doc__, HERE.parent / "results" / "by_hand", cells, table, behind)
