@@ -129,8 +129,8 @@ def convolved_wide(x, y):
 
 def gathered_window(x, y):
     start = jnp.int32(jnp.clip(lax.stop_gradient(y[0, 0]) * 2, 0, 2))
-    window = lax.dynamic_slice_in_dim(x, start, 2, axis=1)
-    return jnp.concatenate([window, jnp.take_along_axis(y, jnp.argsort(lax.stop_gradient(x), 1), 1)[:, :2]], 1)
+    window = lax.dynamic_slice_in_dim(x, start, N // 2, axis=1)
+    return jnp.concatenate([window, jnp.take_along_axis(y, jnp.argsort(lax.stop_gradient(x), 1), 1)[:, : N // 2]], 1)
 
 
 def scattered_most(x, y):

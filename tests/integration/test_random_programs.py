@@ -17,11 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_steps as random_steps_module
 from hypothesis import given, settings
 from interpreter import evaluate
 from jax import random
 from jax.extend.core import jaxpr_as_fun
-from random_programs import check, check_budgets, has_tangents, kept_out, main, planned, random_plan, reader_process
+from random_programs import (
+    LARGE_N,
+    check,
+    check_budgets,
+    has_tangents,
+    kept_out,
+    main,
+    planned,
+    random_plan,
+    reader_process,
+)
 from random_steps import BINARY, JITTED, KEY, STEPS, UNARY, N, convolved_wide, loss_of, random_steps
 from zoo import smooth_abs
 
@@ -155,6 +166,17 @@ def test_interpreting_computes_what_xla_does(number):
         interpreted = evaluate(gradient, arguments)
         wanted = jax.jit(jaxpr_as_fun(gradient), compiler_options=FAST_COMPILE)(*arguments)
         chex.assert_trees_all_close(interpreted, wanted, rtol=0, atol=1e-12)
+
+
+def test_every_step_keeps_the_shape_of_its_arrays_at_any_size(monkeypatch):
+    """Each step of the random programs makes an array of its inputs' shape, of four rows and of 1,024."""
+    for n in (N, LARGE_N):
+        monkeypatch.setattr(random_steps_module, "N", n)
+        like = jax.ShapeDtypeStruct((n, n), np.float32)
+        for step in UNARY:
+            chex.assert_shape(jax.eval_shape(lambda x, step=step: step(x), like), (n, n))
+        for step in BINARY:
+            chex.assert_shape(jax.eval_shape(lambda x, y, step=step: step(x, y), like, like), (n, n))
 
 
 def test_interpreting_a_batch_computes_what_xla_does():
