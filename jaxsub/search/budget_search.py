@@ -122,7 +122,7 @@ class _Search:
         bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
         before, needed = None, 0
         while True:
-            plan = self.candidates.plan(way, asked, TUNING.least_slack)
+            plan = self._aimed(way, asked, is_again=before is not None)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
@@ -134,6 +134,16 @@ class _Search:
             if following is None or abs(following - asked) < TUNING.least_slack * self.budget_bytes:
                 return
             asked = following
+
+    def _aimed(self, way: Way, asked: float, is_again: bool) -> Plan:
+        """The plan to compile for what the planner is asked for: until one fits, one that leaves room if room is cheap.
+
+        After a miss, room may cost what a plan must spare to be worth a compile.
+        """
+        if self.best is not None:
+            return self.candidates.plan(way, asked, TUNING.least_slack)
+        spare = TUNING.compile_gain if is_again else TUNING.partition_gain
+        return self.candidates.roomier(way, asked, spare, TUNING.least_slack)
 
     def may_try(self, plan: Plan) -> bool:
         """Whether a plan is worth a compile: none fits yet, or it is predicted to spare enough beside the best."""
@@ -167,7 +177,7 @@ class _Search:
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         plan, head_bytes = min(left, key=predicted_bytes), min(map(predicted_bytes, every)) / 2
-        if self.best is not None and share * (predicted_bytes(plan) - head_bytes) > bracket.limit:
+        if share * (predicted_bytes(plan) - head_bytes) > bracket.limit:
             return  # not even if the head, which may fuse, took half of what the least needs
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
@@ -191,7 +201,7 @@ class _Search:
         ways = self.candidates.every()
         found = sorted((predicted_bytes(self.candidates.plan(way, 1)), i) for i, way in enumerate(ways))
         near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        is_far = found[0][0] > TUNING.plain_far * self.budget_bytes
+        is_far = max(found[0][0], _needed(self.least_seen)) > TUNING.plain_far * self.budget_bytes
         tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
         for way, slack in tries[: 1 if is_far else TUNING.least_compiles]:
             plan = self.candidates.plan(way, 1, slack)
@@ -225,8 +235,9 @@ class _Search:
             asked = (low + least) // 2
             plan = self.candidates.plan(way, asked, TUNING.least_slack)
             plan = plan.replace(measurement=self.try_(plan))
-            self.least_seen = plan if _needed(plan) < least else self.least_seen
-            low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
+            if _needed(plan) > (1 - TUNING.between_gap) * least:
+                return
+            self.least_seen = plan
 
 
 def _regions(plan: Plan) -> object:

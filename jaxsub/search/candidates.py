@@ -65,6 +65,30 @@ class Candidates:
             plan = self.planner(chain, int(error.least_bytes * (1 + slack)))
         return plan if way.has_barriers else plan.replace(barriers=())
 
+    def roomier(self, way: Way, budget_bytes: float, spare: float, slack: float = 0.0) -> Plan:
+        """The plan that needs least, among those that recompute hardly more than the planner's own for a budget.
+
+        A plan that fills its budget to the last byte may overshoot it, and costs another compile then.
+
+        Args:
+            way: The way.
+            budget_bytes: The budget.
+            spare: How much more may be recomputed, as a share of a forward pass.
+            slack: As for `plan`.
+        """
+        best = self.plan(way, budget_bytes, slack)
+        most, high, low = recomputed_share(best) + spare, predicted_bytes(best), budget_bytes / TUNING.prediction_error
+        if high > budget_bytes:
+            return best
+        while high - low > TUNING.between_gap * budget_bytes:
+            asked = (low + high) / 2
+            plan = self.plan(way, asked, slack)
+            if recomputed_share(plan) <= most and predicted_bytes(plan) <= asked:
+                best, high = plan, predicted_bytes(plan)
+            else:
+                low = asked
+        return best
+
     def predicted_to_fit(self, budget_bytes: int) -> Plan:
         """The planner's plan on the partition on which least is predicted to be recomputed.
 

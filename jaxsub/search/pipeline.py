@@ -168,29 +168,29 @@ class Planning:
     target: Target
     store: Store | None
     step: Callable[[str], None]
-    verifiers: dict[str, verifying.Verifier] = field(init=False, default_factory=dict)
+    known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
 
-    def verifier(self, program: Program) -> verifying.Verifier:
-        """What prices and compiles plans of a program."""
-        if program.fingerprint not in self.verifiers:
+    def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
+        """What prices and compiles plans of a program, and what makes them."""
+        if program.fingerprint not in self.known:
+            settings = self.settings
             lying = program.avals(), program.shardings, program.differentiated
-            pricer = Pricer(program, self.target, self.store, self.step, self.settings.profile, data_share(*lying),
-                            gathered_bytes(*lying), self.settings.offload)  # fmt: skip
-            self.verifiers[program.fingerprint] = verifying.Verifier(
-                pricer, TUNING.most_compiles + TUNING.by_hand_compiles
-            )
-        return self.verifiers[program.fingerprint]
+            pricer = Pricer(program, self.target, self.store, self.step, settings.profile, data_share(*lying),
+                            gathered_bytes(*lying), settings.offload)  # fmt: skip
+            verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
+            overrides = settings.mirror if isinstance(settings.mirror, Mapping) else {}
+            planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), overrides))
+            candidates = Candidates(pricer, planner, verifying.cut_choices(program))
+            self.known[program.fingerprint] = verifier, planner, candidates
+        return self.known[program.fingerprint]
 
     def whole(self, program: Program, budget: Budget, is_trusted: bool) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone."""
-        settings, verifier = self.settings, self.verifier(program)
+        settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
         verifier.compiles = 0
         overrides = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-        planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), overrides))
-        cuts = verifying.cut_choices(program)
-        candidates = Candidates(verifier.pricer, planner, cuts)
         if budget == Budget():
-            plan = candidates.natural(verifying.usual_choices(program, cuts))
+            plan = candidates.natural(verifying.usual_choices(program, candidates.choices))
             if settings.verify and not is_trusted:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
@@ -205,10 +205,10 @@ class Planning:
 
     def beside_plain(self, program: Program, plan: Plan) -> Plan:
         """A plan with what its program needs without it: measured if that is known, else predicted."""
-        verifier = self.verifier(program)
+        verifier, _, candidates = self.prepared(program)
         if verifier.is_known(verifier.empty()):
             return plan.replace(plain_measurement=verifier.plain().measurement)
-        plain = get("plain")(verifier.pricer.chain(verifying.cut_choices(program)[0]), None)
+        plain = get("plain")(verifier.pricer.chain(candidates.choices[0]), None)
         return plan.replace(plain_prediction=plain.prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,

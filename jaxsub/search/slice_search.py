@@ -1,9 +1,9 @@
 """Choose which runs to execute in slices: from sets of runs (`jaxsub.search.slicing`) and a budget to a plan.
 
 Each set makes a program in which these runs are one equation each, and that is planned like any other: first by
-prediction alone, which says what recomputes least; the most promising are then planned with the compiler. A set is
-looked at where the program without slices does not fit or recomputes more than a little. Where that is predicted to
-need far more than the budget, sets come first and the program without slices is not compiled.
+prediction alone, which says what recomputes least; the most promising are then planned with the compiler, and so is
+the program without slices. That comes first where it is predicted to recompute little, and no set is looked at if it
+does; it comes last where it is predicted not to fit.
 """
 
 from __future__ import annotations
@@ -80,9 +80,15 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     return min(found, key=lambda ranked: ranked[0])[1] if found else None
 
 
+WHOLE: Runs = ()
+"""No run in slices: the program as it stands."""
+NO_LIMIT = 2**62
+"""Bytes that no program needs."""
+
+
 @dataclass(slots=True, eq=False)
 class _Search:
-    """Plans that fit and refusals, those of the program without slices first."""
+    """Plans that fit and refusals, with the runs in slices that they are of."""
 
     program: Program
     target: Target
@@ -90,25 +96,26 @@ class _Search:
     is_asked: bool
     whole: Whole
     plans: list[Plan] = field(init=False, default_factory=list)
-    refusals: list[InfeasibleBudgetError] = field(init=False, default_factory=list)
+    refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
 
     def run(self) -> None:
-        """Plan the program without slices, and where that is not enough the sets that are predicted to be best."""
-        is_far = self._is_far()
-        if not is_far:
-            self._try(self.program)
-        if self.budget == Budget() and not self.is_asked:
-            return
-        if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
-            return
+        """Plan what is predicted to recompute least: the program as it stands, or with a set of runs in slices."""
+        is_whole_first = self.budget.n_bytes is None or self.is_asked or self._whole_share() <= TUNING.little_recompute
+        if is_whole_first:
+            self._try(WHOLE)
+            if self.budget == Budget() and not self.is_asked:
+                return
+            if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
+                return
         sets = dict.fromkeys(candidates(self.program, self.target, self.n_bytes))
-        for _ in range(TUNING.slice_sets):
+        sets = sets if is_whole_first else {WHOLE: None, **sets}
+        for _ in range(TUNING.slice_sets + (WHOLE in sets)):
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
             self._try(found[1])
-        if is_far and not self.plans and min((r.least_bytes for r in self.refusals), default=0) == 0:
-            self._try(self.program)
+        if WHOLE in sets and self._may_err():
+            self._try(WHOLE)
 
     @property
     def n_bytes(self) -> int:
@@ -116,19 +123,30 @@ class _Search:
         if self.budget.n_bytes is not None:
             return self.budget.n_bytes
         if self.refusals:
-            return self.refusals[0].requested_bytes
+            return self.refusals[0][0].requested_bytes
         plain = self.plans[0].plain_measurement or self.plans[0].plain_prediction if self.plans else None
         return max(1, int((self.budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
 
+    def _whole_share(self) -> float:
+        """What the program without slices is predicted to recompute; infinite where it is predicted not to fit."""
+        try:
+            return recomputed_share(self.whole(self.program, self.budget, True))
+        except InfeasibleBudgetError:
+            return math.inf
+
     def _is_far(self) -> bool:
         """Whether the program without slices is predicted to need far more than the budget."""
-        if self.budget.n_bytes is None or not next(candidates(self.program, self.target, self.budget.n_bytes), ()):
-            return False
         try:
             self.whole(self.program, self.budget, True)
         except InfeasibleBudgetError as refused:
-            return refused.least_bytes > TUNING.plain_far * self.budget.n_bytes
+            return refused.least_bytes > TUNING.plain_far * self.n_bytes
         return False
+
+    def _may_err(self) -> bool:
+        """Whether the program without slices may fit though it is predicted not to, and nothing found is better."""
+        if self.plans:
+            return min(map(recomputed_share, self.plans)) > TUNING.little_recompute and not self._is_far()
+        return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
 
     def _bounded(self) -> Budget:
         return self.budget if self.budget == Budget() else Budget(self.n_bytes)
@@ -138,13 +156,14 @@ class _Search:
         most = min(map(recomputed_share, self.plans), default=math.inf) - TUNING.compile_gain
         for number, runs in enumerate(sets):
             try:
-                plan = _in_slices(self.program, runs, self._corrected(), self.whole, True)
+                plan = self._planned(runs, self._corrected() if runs else self.budget, True)
             except InfeasibleBudgetError as refused:
                 if not self.plans:
                     yield (True, 0.0, refused.least_bytes), runs
             else:
+                share = round(recomputed_share(plan) - (0.0 if runs else TUNING.compile_gain), 3)
                 if recomputed_share(plan) < most or (self.is_asked and not self.plans):
-                    yield (False, round(recomputed_share(plan), 3), number), runs
+                    yield (False, share, number), runs
 
     def _corrected(self) -> Budget:
         """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it."""
@@ -154,26 +173,27 @@ class _Search:
                  if p.slices and p.prediction and p.measurement]  # fmt: skip
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
-    def _try(self, what: Program | Runs) -> None:
+    def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
+        if not runs:
+            return self.whole(self.program, budget, is_trusted)
+        return _in_slices(self.program, runs, budget, self.whole, is_trusted)
+
+    def _try(self, runs: Runs) -> None:
         try:
-            if isinstance(what, Program):
-                self.plans.append(self.whole(what, self.budget, False))
-            else:
-                self.plans.append(_in_slices(self.program, what, self._bounded(), self.whole, False))
+            self.plans.append(self._planned(runs, self._bounded() if runs else self.budget, False))
         except InfeasibleBudgetError as refused:
-            self.refusals.append(refused)
+            self.refusals.append((refused, runs))
 
     def refusal(self) -> InfeasibleBudgetError:
         """The refusal that names the least budget which is met when it is asked for; other budgets have other sets."""
-        first = self.refusals[0]
-        for refused in sorted(self.refusals, key=lambda refused: refused.least_bytes):
+        for refused, runs in sorted(self.refusals, key=lambda found: found[0].least_bytes):
             again = _Search(self.program, self.target, Budget(refused.least_bytes), self.is_asked, self.whole)
-            if refused is not first or again._is_far():
+            if runs or again._is_far():
                 again.run()
                 if not again.plans:
                     continue
             return refused
-        return first
+        return self.refusals[0][0]
 
     def beside_plain(self, plan: Plan) -> Plan:
         """The plan with the user's budget, and what the program needs without a plan and without slices."""
@@ -189,33 +209,30 @@ def _need(plan: Plan) -> int:
 
 
 def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
-    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute."""
-    n_bytes, room = budget.n_bytes, 0
-    refusals: list[InfeasibleBudgetError] = []
+    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
+
+    A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget.
+    """
+    n_bytes, needed = budget.n_bytes, 0
     for _ in range(TUNING.slice_corrections):
         try:
             plan = whole(with_slices(program, runs), budget, is_trusted)
-        except InfeasibleBudgetError as refused:
+        except InfeasibleBudgetError as error:
             is_all = [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
             if not is_all or n_bytes is None:
                 raise
-            room = room - (refused.least_bytes - n_bytes) if room else n_bytes
-            refusals.append(refused)
+            refused = error
         else:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
             return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), plain_measurement=plain,
                                 plain_prediction=None, plain_timeline=None,
                                 equations=equation_digests(program))  # fmt: skip
+        one = program_of_slice(program, runs[0])
+        needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
         try:
-            run, room = _planned_inside(program, runs[0], room, whole, is_trusted)
+            inside = whole(one, Budget(max(1, needed - (refused.least_bytes - n_bytes))), True)
         except InfeasibleBudgetError:  # its budget is that of a slice: report the whole program's
-            raise refusals[-1] from None
-        runs = (run,)
-    raise refusals[-1]
-
-
-def _planned_inside(program: Program, run: Slices, room: int, whole: Whole, is_trusted: bool) -> tuple[Slices, int]:
-    """A run in slices, each of them planned for so many bytes, and what one needs."""
-    plan = whole(program_of_slice(program, run), Budget(max(1, room)), is_trusted)
-    extra = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-    return replace(run, inside=Inside(plan.segments, plan.barriers, plan.loops), extra_share=extra), _need(plan)
+            raise refused from None
+        found = Inside(inside.segments, inside.barriers, inside.loops)
+        runs, needed = (replace(runs[0], inside=found, extra_share=recomputed_share(inside)),), _need(inside)
+    raise refused
