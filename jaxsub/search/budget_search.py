@@ -176,9 +176,12 @@ class _Search:
         share = self.verifier.pricer.share
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
-        plan, head_bytes = min(left, key=predicted_bytes), min(map(predicted_bytes, every)) / 2
-        if share * (predicted_bytes(plan) - head_bytes) > bracket.limit:
-            return  # not even if the head, which may fuse, took half of what the least needs
+        plan, least = min(left, key=predicted_bytes), min(every, key=predicted_bytes)
+        # a head that holds the peak may fuse: at best it is half of what the least needs
+        head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
+        error = TUNING.prediction_error if self.best is None else 1.0
+        if share * (predicted_bytes(plan) - head_bytes) > error * bracket.limit:
+            return
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
@@ -219,7 +222,7 @@ class _Search:
         Before a refusal it is looked at more readily: that no plan needs less than the function as it is helps a user.
         """
         if self.best is None:
-            return int(TUNING.plain_far * _needed(self.least_seen))
+            return _needed(self.least_seen)
         return self.budget_bytes if recomputed_share(self.best) > TUNING.compile_gain else 0
 
     def _between_leasts(self, way: Way) -> None:

@@ -207,13 +207,18 @@ def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
 
 def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choice]], head_bytes: int,
                gpu: Target | None) -> Prediction:  # fmt: skip
-    """What is saved, and on top of it the largest of the backward passes, of a region or of what follows the last."""
+    """What is saved, and on top of it the largest of the backward passes, of a region or of what follows the last.
+
+    The peak is at the first stage where a region holds it, and at the stage behind the last region where the rest does.
+    """
     saved = sum(piece.times * (piece.entry_bytes + choice.saved_bytes) for piece, _, choice in regions)
     needs = {piece.kind: live_ranges.backward_bytes(run, choice.saved, gpu=gpu) - choice.saved_bytes
              for piece, run, choice in {r[0].kind: r for r in regions}.values()}  # fmt: skip
     extra = sum(piece.times * choice.recompute_flops for piece, _, choice in regions)
     forward = sum(node.flops for node in program.graph.nodes)
-    return Prediction(saved + max(head_bytes, *needs.values()), extra, forward, 0, "analytic")
+    most = max(needs.values())
+    at = len(regions) if head_bytes > most else 0
+    return Prediction(saved + max(head_bytes, most), extra, forward, at, "analytic")
 
 
 def blocks_of(graph: Graph) -> list[tuple[int, int]]:

@@ -159,7 +159,7 @@ class _Search:
                 plan = self._planned(runs, self._corrected() if runs else self.budget, True)
             except InfeasibleBudgetError as refused:
                 if not self.plans:
-                    yield (True, 0.0, refused.least_bytes), runs
+                    yield (True, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
                 share = round(recomputed_share(plan) - (0.0 if runs else TUNING.compile_gain), 3)
                 if recomputed_share(plan) < most or (self.is_asked and not self.plans):
