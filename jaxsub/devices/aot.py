@@ -299,6 +299,7 @@ class _Helper:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the helper)
+        self.folder = tempfile.TemporaryDirectory(prefix="jaxsub-")
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("aot_worker.py"))],
             stdin=subprocess.PIPE,
@@ -309,11 +310,16 @@ class _Helper:
         )
         self._send(json.dumps({"path": sys.path, "parent": self.owner}).encode() + b"\n")
 
+    @property
+    def kernels(self) -> str:
+        """The file in which its compiles share kernels."""
+        return str(Path(self.folder.name, "kernels"))
+
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def ask(self, request: dict[str, Any], program: bytes) -> dict[str, Any]:
-        self._send(json.dumps(request).encode() + b"\n" + program)
+        self._send(json.dumps({**request, "kernels": self.kernels}).encode() + b"\n" + program)
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
             raise self._died()
@@ -326,6 +332,7 @@ class _Helper:
             return
         self.process.kill()
         self.process.wait()
+        self.folder.cleanup()
         for pipe in (self.process.stdin, self.process.stdout, self.log):
             with contextlib.suppress(BrokenPipeError):  # unwritten data is of no use to an ended process
                 pipe.close()  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
 from jaxsub.core.errors import UnsupportedError
-from jaxsub.devices import aot, targets
+from jaxsub.devices import aot, aot_worker, targets
 from jaxsub.devices.compile import compile_for, measure_compiled
 from jaxsub.devices.targets import NAMES, get_target, read_spec
 from jaxsub.jaxpr.compat import NVIDIA_DRIVERS, checkpoint
@@ -326,6 +326,32 @@ def _ask(helpers):
 
 
 @needs_packages
+def test_compiles_of_a_helper_share_kernels():
+    """The second finds those of the first, and what it allocates is the same; no file outlives the helper."""
+    helpers = aot._Helpers(1)
+    try:
+        first, _ = _ask(helpers)
+        kernels = Path(helpers.free.queue[-1].kernels)
+        written = kernels.stat()
+        assert written.st_size > 0
+        assert _ask(helpers)[0] == first
+        assert kernels.stat().st_size == written.st_size
+    finally:
+        helpers.close()
+    assert not kernels.parent.exists()
+
+
+def test_a_large_kernel_cache_is_begun_anew(tmp_path, monkeypatch):
+    """XLA reads all of it in every compile."""
+    monkeypatch.setattr(aot_worker, "MOST_KERNEL_BYTES", 2)
+    file = tmp_path / "kernels"
+    for content, is_kept in (b"ab", True), (b"abc", False):
+        file.write_bytes(content)
+        assert aot_worker.kernel_cache(str(file)) == {"xla_gpu_kernel_cache_file": str(file)}
+        assert file.exists() == is_kept
+
+
+@needs_packages
 def test_a_helper_ends_with_its_parent():
     """A process that is killed leaves none behind that compiles for nobody, though what it reads from stays open."""
     script = Path(aot.__file__).with_name("aot_worker.py")
@@ -370,7 +396,7 @@ def test_a_users_session_is_left_alone(backends_first):
         import jax
         if {backends_first}:
             jax.devices()
-        from jaxsub.devices import aot
+        from jaxsub.devices import aot, aot_worker
         from jaxsub.devices.compile import compile_for, measure_compiled
         from jaxsub.devices.targets import get_target
         shape = jax.ShapeDtypeStruct((4,), "float32")
