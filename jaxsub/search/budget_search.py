@@ -127,7 +127,10 @@ class _Search:
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
                     return
-                before, needed = _regions(plan), self.try_(plan).temp_bytes
+                missed, needed = needed, self.try_(plan).temp_bytes
+                before = _regions(plan)
+                if self.best is None and 0 < missed <= needed:
+                    return  # what a stage needs by itself holds the peak, or the packing of buffers
             # below one that does not fit, what is asked for up to here gives no other plan than this
             bracket.add(asked if bracket.high and needed <= self.budget_bytes else predicted, needed)
             following = bracket.following()
@@ -204,17 +207,22 @@ class _Search:
         ways = self.candidates.every()
         found = sorted((predicted_bytes(self.candidates.plan(way, 1)), i) for i, way in enumerate(ways))
         near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        is_far = max(found[0][0], _needed(self.least_seen)) > TUNING.plain_far * self.budget_bytes
         tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
-        for way, slack in tries[: 1 if is_far else TUNING.least_compiles]:
+        for number, (way, slack) in enumerate(tries[: TUNING.least_compiles]):
+            if number and self._is_far(found[0][0]):
+                return
             plan = self.candidates.plan(way, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
             if self.best is not None:
                 return
-        if not is_far:
+        if not self._is_far(found[0][0]):
             self._between_leasts(near[0])
+
+    def _is_far(self, least_bytes: int) -> bool:
+        """Whether the least, as predicted or as seen, is further above the budget than predictions err."""
+        return max(least_bytes, _needed(self.least_seen)) > TUNING.plain_far * self.budget_bytes
 
     def may_be_plain_below(self) -> int:
         """For what budget the plain program may be as good as all that was found; 0 where it is no better.

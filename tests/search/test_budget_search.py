@@ -187,6 +187,13 @@ def test_what_needs_less_than_the_least_that_was_predicted_is_named():
     assert fitted(0.7, ((0.8, 0.807, 3.1), (0.803, 0.803, 0.6)))[::2] == (0.807, 1)  # hardly apart
 
 
+def test_asking_for_less_ends_where_it_does_not_help():
+    """What one stage needs by itself holds the peak: a plan that was predicted to need less needs as much."""
+    rows = tuple((share, 1.1, 1.5 - share) for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0))
+    assert fitted(1.0, rows) == (1.1, None, 3)
+    assert fitted(1.0, ((0.75, 0.99, 0.6), (0.86, 1.09, 0.4), (0.98, 1.1, 0.2))) == (0.99, 0.6, 3)
+
+
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
     """What one stage needs at once exceeds it: the least is named, and found when it is asked for."""
     ways = ((0.9, 0.95, 0.5), (1.0, 1.0, 0.3)), ((0.92, 0.93, 0.6),)
