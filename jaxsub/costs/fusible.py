@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxsub.jaxpr import compat
@@ -29,6 +30,10 @@ PLAIN = TAKEN_IN.union(
 
 REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 IN_PLACE = frozenset("scatter scatter-add scatter_add dynamic_update_slice".split())
+SCATTER_ADDS = frozenset(("scatter-add", "scatter_add"))
+SAME = frozenset("optimization_barrier name copy_p".split())
+"""Primitives whose results are their operands."""
+
 LOOPS = ("scan", "while", "cond")
 WINDOWS = ("reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
 
@@ -118,6 +123,46 @@ def broadcast_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:
     shape = eqn.outvars[0].aval.shape
     return [(a, shape) for a in eqn.invars if compat.is_var(a) and 1 < math.prod(a.aval.shape) < math.prod(shape)
             and a.aval.ndim == len(shape)]  # fmt: skip
+
+
+def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Iterable[Any]) -> Sequence[Any]:
+    """Reorder sums with scattered values as the compiler does: `a.at[i].add(u) + b` is `(a + b).at[i].add(u)`.
+
+    So what is scattered into is the sum, with zeros for `a` just `b`, and neither zeros nor `b` stand beside it. That
+    is done where nothing else reads the scattered values.
+
+    Args:
+        eqns: The equations, in order.
+        alias: Variables that are other variables.
+        outputs: Variables that are read at the end.
+    """
+    if not any(eqn.primitive.name in SCATTER_ADDS for eqn in eqns):
+        return eqns
+    same = dict(alias)
+    for eqn in eqns:
+        same.update(zip(eqn.outvars, eqn.invars, strict=True) if eqn.primitive.name in SAME else ())
+
+    def base(atom: Any) -> Any:
+        while compat.is_var(atom) and same.get(atom, atom) is not atom:
+            atom = same[atom]
+        return atom if compat.is_var(atom) else None
+
+    working = [eqn for eqn in eqns if eqn.primitive.name not in SAME]
+    uses = Counter(base(a) for a in (*(a for eqn in working for a in eqn.invars), *outputs))
+    added = {base(a) for eqn in working if eqn.primitive.name in ("add", "add_any") for a in eqn.invars}
+    ordered, waiting = [], dict[Any, Any]()
+    for eqn in eqns:
+        ins = [waiting.pop(base(a), None) for a in eqn.invars] if eqn.primitive.name not in SAME else []
+        if (scatter := next(filter(None, ins), None)) is not None:
+            terms = [a if w is None else scatter.invars[0] for a, w in zip(eqn.invars, ins, strict=True)]
+            ordered.append(eqn.replace(invars=terms, outvars=scatter.outvars))
+            eqn = scatter.replace(invars=[*scatter.outvars, *scatter.invars[1:]], outvars=eqn.outvars)
+        v = eqn.outvars[0] if eqn.primitive.name in SCATTER_ADDS else None
+        if v is not None and uses[v] == 1 and v in added:
+            waiting[v] = eqn
+        else:
+            ordered.append(eqn)
+    return ordered
 
 
 def array_bytes(v: Any) -> int:

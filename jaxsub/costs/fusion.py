@@ -10,13 +10,16 @@ products are library calls, which fuse the elementwise work before a reduction o
 read a broadcast operand beside a product as a whole array. A product that contracts several axes reads a transposed
 copy.
 
-On a GPU a product fuses unary work on its operands. The parts of a split-K product (`jaxsub.costs.split_k`) are added
-up by each reader, or once where reductions or products read the sum. Slices of an array and look-ups of few of its
-elements are fused into their readers.
+On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
+(`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
+array and look-ups of few of its elements are fused into their readers.
+
+What is added to the result of a scatter-add is added before.
 
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
 `xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
-`xla/backends/gpu/transforms/gemm_fusion.cc`; and programs that it compiled.
+`xla/backends/gpu/transforms/gemm_fusion.cc`, `xla/service/gpu/triton_tiling_propagation.cc`; and programs that it
+compiled.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from jaxsub.costs.fusible import (
     is_reduction,
     is_unary,
     is_view,
+    scattered_last,
     summed_columns,
     threefry_bytes,
 )
@@ -97,6 +101,7 @@ class Lives:
 
     def __post_init__(self) -> None:
         self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
+        self.eqns = scattered_last(self.eqns, self.alias, filter(compat.is_var, self.outputs))
         self._merge()
         if self.is_cpu:
             self._absorb()
@@ -204,11 +209,13 @@ class Lives:
             homes[v] = at
 
     def _operand(self, eqn: Any, v: Any) -> Any:
-        """Find the value that a GPU's product reads for an operand: it fuses unary work, repeated if needed."""
+        """Find the value that a GPU's product reads: it fuses unary work, repeated if needed, that reads no more."""
         is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
         while is_fused and v not in self.stored and (maker := self._makers.get(v)) is not None:
             reads = [a for a in maker.invars if compat.is_var(a)]
             if len(reads) != 1 or reads[0].aval.shape != v.aval.shape or not is_fusible(maker, False):
+                break
+            if array_bytes(reads[0]) > array_bytes(v):  # a narrowing conversion
                 break
             v = self.base(reads[0])
         return v

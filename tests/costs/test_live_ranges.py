@@ -58,6 +58,28 @@ def test_what_is_stored(function, on_cpu, on_gpu):
     assert n_stored(function, SHAPE, is_cpu=False) == on_gpu
 
 
+@pytest.mark.parametrize("is_cpu", [True, False], ids=["cpu", "gpu"])
+def test_what_is_scattered_is_scattered_into_the_sum(is_cpu):
+    """`zeros.at[i].add(u) + p` writes over p; read twice, the scattered values are an array beside it."""
+    index = jnp.zeros(8, int)
+
+    def once(u, a):
+        product = jnp.einsum("bij,bjk->bik", a, a)
+        return jnp.tanh(jnp.zeros_like(a).at[index].add(u) + product)
+
+    def twice(u, a):
+        product = jnp.einsum("bij,bjk->bik", a, a)
+        scattered = jnp.zeros_like(a).at[index].add(u)
+        return jnp.tanh(scattered + product) * scattered
+
+    def peak(function):
+        lives = lives_of(function, SHAPE, SHAPE, is_cpu=is_cpu)
+        return peak_bytes(lives.kernels, {}, lives.ends(), set(lives.given)) / (4 * 8 * 64 * 64)
+
+    assert int(peak(once)) == 1
+    assert int(peak(twice)) == 2
+
+
 def test_what_is_spread_beside_a_product_is_a_whole_array():
     """Rows of factors that a large product and something else are multiplied by: an array of its size on a CPU."""
     shape = (8, 512, 256)
