@@ -22,13 +22,13 @@ allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace order arguments
-    tangents axis_places axis_rules axis_bodies axes
+    tangents axis_places axis_rules axis_bodies axes axis_origin
 devices: __init__ aot_worker targets aot compile
 partition: __init__ cuts inner_programs min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
-search: __init__ bracket by_hand slicing belonging candidates name_overrides named_policy verify budget_search
+search: __init__ bracket by_hand slicing sliceable belonging candidates name_overrides named_policy verify budget_search
     slice_search repeated_effects plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch

@@ -22,6 +22,7 @@ from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.inline import flatten_jaxpr, scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, in_its_width
 from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
+from jaxsub.search.sliceable import Sliceable, sliceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,15 @@ class Explanation(Shown):
     Attributes:
         residuals: What the backward pass reads and the forward pass makes, largest first.
         given_bytes: Arguments and constants that the backward pass reads: they stand anyway.
-        frontier: What budgets are within reach, at what price.
+        frontier: What budgets are within reach without slices, at what price.
+        runs: Which runs may be executed in slices to get below that, along which axis, and what ends them; those that
+            may not last.
     """
 
     residuals: tuple[Residual, ...]
     given_bytes: int
     frontier: Frontier
+    runs: tuple[Sliceable, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -218,6 +222,8 @@ def explain(
 def explanation_of(program: Program, target: Any = None) -> Explanation:
     """The explanation of a traced program."""
     found = residuals_of(program)
-    pricer = Pricer(program, get_target(target))
+    target = get_target(target)
+    frontier = frontier_of(Pricer(program, target), points=6)
     made = tuple(r for r in found if not r.is_given)
-    return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier_of(pricer, points=6))
+    runs = sliceable(program, target, frontier.points[0].temp_bytes)
+    return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier, runs)

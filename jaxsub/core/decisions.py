@@ -49,6 +49,7 @@ class Slices:
         inside: How one slice runs; indices are those of what a slice executes (`jaxsub.emission.folding`).
         within: The body that contains the run, if it is not in the program itself: the loop or conditional, and which
             of its bodies; then the one in that body, and so on. All indices are those of the innermost body.
+        axis: Which dimension of which argument the axis is, in words; empty where it is not known.
     """
 
     start: int
@@ -62,6 +63,7 @@ class Slices:
     extra_share: float = 0.0
     inside: Inside = field(default_factory=lambda: Inside())
     within: tuple[tuple[int, int], ...] = ()
+    axis: str = ""
 
     def faults(self) -> list[str]:
         """What no run in slices is, by field."""

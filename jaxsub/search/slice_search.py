@@ -23,6 +23,7 @@ from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.order import equation_digests
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.candidates import recomputed_share
+from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
 
 Whole = Callable[[Program, Budget, bool], Plan]
@@ -224,7 +225,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
             refused = error
         else:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
-            return plan.replace(fingerprint=program.fingerprint, slices=tuple(runs), plain_measurement=plain,
+            return plan.replace(fingerprint=program.fingerprint, slices=named(program, runs), plain_measurement=plain,
                                 plain_prediction=None, plain_timeline=None,
                                 equations=equation_digests(program))  # fmt: skip
         one = program_of_slice(program, runs[0])

@@ -31,6 +31,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import Step
+from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
@@ -114,9 +115,9 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     if program.is_sharded:
         return
     least = least_rows(target)
-    batch = _batch_run(program)
-    whole = [batch] if batch is not None and batch.carried_bytes > TUNING.least_sliced_bytes else []
-    found = _everywhere(program, n_bytes, least)
+    batch = batch_run(program)
+    whole = [batch] if isinstance(batch, Found) else []
+    found, _ = everywhere(program, n_bytes, least)
     heads = [run for run in found if run.is_head]
     loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
     told: dict[tuple[Slices, ...], None] = {}
@@ -128,14 +129,22 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     yield from (runs for runs in told if runs)
 
 
-def _everywhere(program: Program, n_bytes: int, least: int) -> list[Found]:
+Refusals = list[tuple[str, int, NotIndependent]]
+"""Wide values that no run may be made of: what they are called, their bytes, and why."""
+
+
+def everywhere(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
     """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
     found: list[Found] = []
+    refused: Refusals = []
     for within, part in _places(program):
         weight = _weight(program, within)
-        found += [replace(run, within=within, weight=weight) for run in _wide_runs(part, n_bytes, least)]
+        runs, reasons = _wide_runs(part, n_bytes, least)
+        found += [replace(run, within=within, weight=weight) for run in runs]
+        refused += reasons
     alone = [run for run in found if not run.within]
-    return [run for run in found if not any(run.within and a.start <= run.within[0][0] < a.stop for a in alone)]
+    runs = [run for run in found if not any(run.within and a.start <= run.within[0][0] < a.stop for a in alone)]
+    return runs, refused
 
 
 def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
@@ -227,7 +236,7 @@ def _label(program: Program, start: int, stop: int) -> str:
     return f"{kind} at {widest.source}" if widest.source else kind
 
 
-def _wide_runs(program: Program, n_bytes: int, least: int) -> list[Found]:
+def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
     """Disjoint runs round the widest values, each with its best axis; alike runs all of them."""
     graph = program.graph
     live, last = live_bytes(graph), graph.last_uses()
@@ -237,23 +246,27 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> list[Found]:
     made = [v for v in graph.values if v.producer is not None and v.n_bytes > TUNING.narrow_share * wide]
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
     found: list[Found] = []
+    refused: Refusals = []
     for value in sorted(made, key=lambda v: (-v.n_bytes, v.index)):
         producer, stop = value.producer or 0, min(last[value.index] + 1, len(graph.nodes))
         if value.n_bytes not in sizes or any(f.start < stop and producer < f.stop for f in found):
             continue
         if live[producer : stop + 1].max() <= wide or graph.nodes[producer].primitive in LOOPS:
             continue
+        reasons: list[NotIndependent] = []
         for run in _spans(program, live, value, stop):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
-            axes, _ = _follow_all(program, run[0], run[1], _seeds(program, *run))
+            axes, reasons = _follow_all(program, run[0], run[1], _seeds(program, *run))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
                 found.append(
                     max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))
                 )
                 break
-    return found
+        else:
+            refused += [(_label(program, producer, stop), value.n_bytes, why) for why in reasons[:1]]
+    return found, refused
 
 
 def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Iterator[tuple[int, int]]:
@@ -290,7 +303,12 @@ def _count(found: Found, n_bytes: int, least: int) -> int:
     share = 1 / 2 if is_whole else TUNING.wide_share  # the whole function leaves nothing but its slices
     needed = found.carried_bytes / max(1.0, share * n_bytes)
     wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
-    return min(wanted, found.rows // least, found.axis.length)
+    return min(wanted, largest_count(found, least))
+
+
+def largest_count(found: Found, least: int) -> int:
+    """In how many slices a run is executed at most, its products of at least so many rows."""
+    return min(found.rows // least, found.axis.length)
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
@@ -310,12 +328,23 @@ def _batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:
     return [(v, dim) for v, shape in shapes if -len(shape) <= dim < len(shape) and shape[dim] > 1]
 
 
-def _batch_run(program: Program) -> Found | None:
-    """The whole function along its batch, where that is independent throughout and ends in one scalar sum."""
+def batch_run(program: Program) -> Found | NotIndependent | None:
+    """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
+
+    The batch is that argument, not differentiated, from which a dimension of the widest value comes; state of a model
+    may stand before it. `None` where it is no loss, or has no batch.
+    """
     if program.loss is None:
         return None
-    found, _ = _follow_all(program, 0, len(program.eqns), _batch_seeds(program, 0)[:2])
-    return max(found, key=lambda f: f.carried_bytes, default=None)
+    widest = max(program.graph.values, key=lambda v: (v.producer is not None, v.n_bytes))
+    inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
+    sources = (origins(program.eqns, variable_of(program, widest.index), (dim,)) for dim in range(len(widest.shape)))
+    seeds = [
+        (inputs[v], dims[0]) for found in sources for v, dims in found if v in inputs and v.aval.shape[dims[0]] > 1
+    ]
+    found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
+    wide = [run for run in found if run.carried_bytes > TUNING.least_sliced_bytes]
+    return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
 
 
 def _follow_all(

@@ -22,7 +22,7 @@ from jaxsub.core.timeline import PHASES
 from jaxsub.show import curves as drawn
 from jaxsub.show.chart import chart_of, rows_of
 from jaxsub.show.curves import curves, region_label, whole_in_slices
-from jaxsub.show.loops import loop_words, recompute_words, slices_words, steps_words, times
+from jaxsub.show.loops import loop_words, recompute_words, sliceable_words, slices_words, steps_words, times
 from jaxsub.show.text import budget_words, plan_words
 
 MOST_BYTES = 190_000
@@ -49,8 +49,9 @@ def environment() -> Any:
     made = jinja2.Environment(loader=jinja2.PackageLoader("jaxsub.show"), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True, undefined=jinja2.StrictUndefined)  # fmt: skip
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    made.filters.update(bytes=format_bytes, times=times, cut=_cut, slices=slices_words, plan=plan_words,
-                        budget=budget_words, recomputes=recompute_words, saves=steps_words, runs=_runs)  # fmt: skip
+    made.filters.update(bytes=format_bytes, times=times, cut=_cut, slices=slices_words, sliceable=sliceable_words,
+                        plan=plan_words, budget=budget_words, recomputes=recompute_words, saves=steps_words,
+                        runs=_runs)  # fmt: skip
     made.globals.update(drawn=drawn, chart_of=chart_of, rows_of=rows_of, MOST_ROWS=MOST_ROWS,
                         MOST_RESIDUALS=MOST_RESIDUALS)  # fmt: skip
     return made

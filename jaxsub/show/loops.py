@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices, Way, walk
@@ -11,6 +12,9 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import family
 from jaxsub.show.curves import extra_share, is_cheap, saved_rows
+
+if TYPE_CHECKING:
+    from jaxsub.search.sliceable import Sliceable
 
 COLUMNS = 80
 HOLDINGS = 8
@@ -44,12 +48,35 @@ def slices_words(slices: Slices) -> str:
     """A run in slices, in plain words.
 
     Example:
-        >>> slices_words(Slices(0, 3, 1, 0, 8, 16384, "head", 2**30))
-        'head: 8 × 2,048 of 16,384 rows, spares up to 1.00 GiB'
+        >>> slices_words(Slices(0, 3, 1, 0, 8, 16384, "head", 2**30, axis="axis 0 of `tokens`"))
+        'head: 8 × 2,048 of 16,384 along axis 0 of `tokens`, spares up to 1.00 GiB'
     """
     spared = format_bytes(slices.spared_bytes)
     again = f", recomputes {slices.extra_share:.0%} of a forward pass" if slices.extra_share else ""
-    return f"{slices.label}: {slices.count} × {slices.size:,} of {slices.length:,} rows, spares up to {spared}{again}"
+    along = f" along {slices.axis}" if slices.axis else " units"
+    sizes = f"{slices.count} × {slices.size:,} of {slices.length:,}{along}"
+    return f"{slices.label}: {sizes}, spares up to {spared}{again}"
+
+
+def sliceable_words(run: Sliceable) -> str:
+    """Which slices a run may be executed in and what ends it, or why it may not be.
+
+    Example:
+        >>> from jaxsub.search.sliceable import Sliceable
+        >>> sliceable_words(Sliceable("head", 2**30, 16384, 16, "axis 0 of `tokens`"))
+        'head: up to 16 slices of 1,024 along axis 0 of `tokens`'
+    """
+    often = f"{run.times} × " if run.times > 1 else ""
+    if not run.length:
+        return f"{often}{run.label}: never. {run.ended_by}"
+    along = f" along {run.axis}" if run.axis else " units"
+    size = f"{-(-run.length // max(run.count, 1)):,}"
+    words = f"up to {run.count} slices of {size}{along}" if run.count > 1 else f"products are too small{along}"
+    return f"{often}{run.label}: {words}" + (f", ended by {run.ended_by}" if run.ended_by else "")
+
+
+if TYPE_CHECKING:
+    from jaxsub.search.sliceable import Sliceable
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

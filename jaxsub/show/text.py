@@ -14,6 +14,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding
 from jaxsub.show.curves import Row, alike, curve_of, curves, extra_share, residual_rows, whole_in_slices
 from jaxsub.show.loops import COLUMNS, HOLDINGS, recompute_words, regions_words, slices_lines, ways_lines
+from jaxsub.show.loops import sliceable_words as run_words
 
 if TYPE_CHECKING:
     from jaxsub.api.explain import Explanation, Group, Residuals
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jaxsub.core.figures import Difference
     from jaxsub.core.step_plan import StepPlan
     from jaxsub.diagnosis.findings import Diagnosis
+    from jaxsub.search.sliceable import Sliceable
     from jaxsub.step.report import Held, StepReport
 
 CHART_ROWS, CHART_COLUMNS = 7, 66
@@ -167,7 +169,7 @@ def describe_explanation(found: Explanation) -> str:
         lines += ["", "by module or named scope", *_group_lines(scopes, found.total_bytes)]
     lines += ["", "by source line", *_group_lines(sources, found.total_bytes)]
     lines += ["", "by what makes it", *_group_lines(found.by_producer(), found.total_bytes)]
-    lines += ["", *_verdict(sources, found.total_bytes), *_reach(found.frontier)]
+    lines += ["", *_verdict(sources, found.total_bytes), *_reach(found.frontier, found.runs)]
     return "\n".join(line[:COLUMNS].rstrip() for line in lines)
 
 
@@ -187,18 +189,23 @@ def _verdict(sources: Sequence[Group], total: int) -> list[str]:
             f"No line dominates: the largest, {sources[0].label}, holds {share:.0%}."]  # fmt: skip
 
 
-def _reach(frontier: Frontier) -> list[str]:
-    """What budgets are within reach, in words."""
+def _reach(frontier: Frontier, runs: Sequence[Sliceable]) -> list[str]:
+    """What budgets are within reach, in words, and what may run in slices."""
     least, plain = frontier.points[0], frontier.points[-1]
-    if len(frontier.points) < 2:
-        return ["No budget below that is within reach."]
-    lines = ["Within reach, as predicted:"]
+    lines = ["Within reach, as predicted:"] if len(frontier.points) > 1 else []
     for point in frontier.points[:-1][::-1]:
         share = f"{point.temp_bytes / max(plain.temp_bytes, 1):.0%} of it"
         lines.append(
             f'  budget="{budget_words(point.temp_bytes)}", {share}, for {point.extra:.1%} of a forward pass again'
         )
-    return [*lines, f"Less than {format_bytes(least.temp_bytes)} is out of reach."]
+    if not any(run.count > 1 for run in runs):
+        lines.append(f"Less than {format_bytes(least.temp_bytes)} is out of reach.")
+    if runs:
+        lines += [f"For less than {format_bytes(least.temp_bytes)}, or less recomputation, runs may be in slices:"]
+    for run in runs:
+        size = f"{format_bytes(run.n_bytes) if run.n_bytes else '':>10}  "
+        lines += textwrap.wrap(run_words(run), COLUMNS, initial_indent=size, subsequent_indent=" " * 14)
+    return lines
 
 
 def budget_words(n_bytes: int) -> str:

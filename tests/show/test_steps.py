@@ -167,7 +167,7 @@ def test_the_whole_function_in_slices_says_what_one_slice_does():
     text = " ".join(str(plan).split())
     assert "0 of 1" not in text + plan.to_html()
     assert "recompute nothing outside of slices" in text
-    assert "whole function: 4 × 256 of 1,024 rows" in text
+    assert "whole function: 4 × 256 of 1,024 along axis 0 of `arg1`" in text
     assert re.search(r"\d x 64.0 KiB block_\*: tanh float32\[256,64\] test_steps.py:", text)
     assert "predicted memory inside one slice" in text
     assert "One of 4 slices: whole function" in plan.to_html()

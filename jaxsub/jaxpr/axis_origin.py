@@ -1,0 +1,107 @@
+"""Find the arguments that an axis comes from: plans name it so, and decide nothing by it.
+
+A dimension of a value goes in. It is followed back from each equation to those dimensions of its operands from which
+the equation's own rule (`jaxsub.jaxpr.axis_rules`) leads there, through inner jaxprs, and from a loop's carry to its
+first value. Dimensions that a reshape joins, as batch × tokens, are followed together. Where no rule leads further the
+search ends there, so what is found is derived and not guessed; nothing may be found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
+from jaxsub.jaxpr.axis_rules import rule_of
+from jaxsub.jaxpr.flops import bodies_of
+
+Dims = tuple[int, ...]
+"""Dimensions of a value that make one axis, next to each other."""
+
+
+def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:
+    """Find the inputs of some equations, and the dimensions of theirs, that a value's dimensions come from.
+
+    Args:
+        eqns: The equations, in order.
+        variable: A variable that they make, or one of their inputs.
+        dims: Its dimensions.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x.reshape(6, 4) @ w))(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+        >>> found = origins(jaxpr.eqns, jaxpr.jaxpr.outvars[0], (0,)), origins(jaxpr.eqns, jaxpr.jaxpr.outvars[0], (1,))
+        >>> [[(jaxpr.jaxpr.invars.index(v), dims) for v, dims in some] for some in found]
+        [[(0, (0, 1))], [(1, (1,))]]
+    """
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    todo, seen = [(variable, dims)], set[Any]()
+    while todo:
+        here = todo.pop()
+        if here in seen or not compat.is_var(here[0]):
+            continue
+        seen.add(here)
+        if (eqn := makers.get(here[0])) is None:
+            yield here
+        else:
+            todo += list(_operands(eqn, *here))[::-1]
+
+
+def _operands(eqn: Any, variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:
+    """Operands of an equation from which dimensions of a result come."""
+    number, name = list(eqn.outvars).index(variable), eqn.primitive.name
+    if name in ("scan", "while"):
+        first, n_carry = _carry(eqn)
+        if number < n_carry:
+            yield eqn.invars[first + number], dims
+    elif name == "reshape":
+        old, new = eqn.invars[0].aval.shape, variable.aval.shape
+        yield from ((eqn.invars[0], joined) for joined in _reshaped(old, new, dims))
+    elif name == "slice":
+        yield eqn.invars[0], dims
+    elif rule_of(eqn) is not None:
+        for atom in (a for a in eqn.invars if compat.is_var(a)):
+            places = [_dimension(eqn, number, atom, Place(dim)) for dim in dims]
+            if None not in places:
+                yield atom, tuple(d for d in places if d is not None)
+    else:
+        for body in map(compat.open_jaxpr, bodies_of(eqn)):
+            more = len(eqn.invars) - len(body.invars)  # the index of a conditional
+            if more >= 0 and len(body.outvars) == len(eqn.outvars):
+                for inner, found in origins(body.eqns, body.outvars[number], dims):
+                    if inner in body.invars:
+                        yield eqn.invars[more + body.invars.index(inner)], found
+
+
+def _carry(eqn: Any) -> tuple[int, int]:
+    """Where the carry stands among the operands of a loop, and how many values it has."""
+    if eqn.primitive.name == "scan":
+        return compat.scan_sizes(eqn)
+    first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    return first, len(eqn.invars) - first
+
+
+def _dimension(eqn: Any, number: int, atom: Any, wanted: Place) -> int | None:
+    """The dimension of an operand that an equation's rule carries to a dimension of a result."""
+    rule, n = rule_of(eqn), eqn.outvars[number].aval.shape[wanted.dim]
+    for dim, size in enumerate(atom.aval.shape):
+        if size == n and rule is not None:
+            try:
+                _, outs = rule(eqn, [Place(dim) if a is atom else None for a in eqn.invars], n)
+            except (NoRule, Coarser):
+                continue
+            if outs[number] == wanted:
+                return dim
+    return None
+
+
+def _reshaped(old: Sequence[int], new: Sequence[int], dims: Dims) -> Iterator[Dims]:
+    """Dimensions before a reshape that become these: the same elements, or the one whose leading part they are."""
+    before, size = math.prod(new[: dims[0]]), math.prod(new[d] for d in dims)
+    for start in range(len(old)):
+        if math.prod(old[:start]) == before and old[start] > 1:
+            ends = [stop for stop in range(start + 1, len(old) + 1) if math.prod(old[start:stop]) == size]
+            if ends or old[start] % size == 0:
+                yield tuple(range(start, ends[0])) if ends else (start,)

@@ -1,0 +1,138 @@
+"""Say in words which runs of a program may be executed in slices: along which axis, and which equation ends them.
+
+The runs are those that a search for a plan looks at (`jaxsub.search.slicing`). An axis is named by the argument that it
+comes from (`jaxsub.jaxpr.axis_origin`). A run is ended by the first equation behind it through which the axis is not
+independent; it may end earlier, where little is alive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxsub.core.decisions import Slices
+from jaxsub.core.tuning import TUNING
+from jaxsub.devices.targets import Target
+from jaxsub.emission.folding import program_within, run_of, variable_of
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axes import NotIndependent, follow
+from jaxsub.jaxpr.axis_origin import Dims, origins
+from jaxsub.jaxpr.trace import Program
+from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count, least_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Sliceable:
+    """A run that may be executed in slices, or one that may not, and why.
+
+    Attributes:
+        label: What the run is called.
+        n_bytes: Bytes of what it makes along the axis; of its widest value, where no axis is independent.
+        length: How many units the axis has.
+        count: In how many slices at most, so that products stay large; 0 where no axis is independent.
+        axis: Which dimension of which argument the axis is; empty where it is not known.
+        ended_by: The equation that ends the run, with its source line and the reason; empty at the end of the program.
+        times: How many runs are alike.
+    """
+
+    label: str
+    n_bytes: int
+    length: int = 0
+    count: int = 0
+    axis: str = ""
+    ended_by: str = ""
+    times: int = 1
+
+
+def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable, ...]:
+    """List the runs that may be executed in slices for a budget, and the wide values that no run may be made of.
+
+    Args:
+        program: The program.
+        target: What it is planned for.
+        n_bytes: The budget.
+
+    Returns:
+        The runs, the whole function first, then the others by their bytes; those that may not last.
+    """
+    if program.is_sharded or n_bytes < TUNING.least_sliced_bytes:
+        return ()
+    least = least_rows(target)
+    runs, refused = everywhere(program, n_bytes, least)
+    batch = batch_run(program)
+    whole = [_told(program, batch, least)] if isinstance(batch, Found) else []
+    if isinstance(batch, NotIndependent):
+        refused = [("whole function along its batch", 0, batch), *refused]
+    alike = Counter((f.label, f.within, f.axis.length, f.carried_bytes) for f in runs)
+    firsts = {(f.label, f.within, f.axis.length, f.carried_bytes): f for f in reversed(runs)}
+    told = [replace(_told(program, found, least), times=alike[key]) for key, found in firsts.items()]
+    reasons = Counter(Sliceable(label, size, ended_by=str(why)) for label, size, why in refused)
+    not_sliced = [replace(entry, times=n) for entry, n in reasons.items()]
+    told = [entry for entry in told if replace(entry, n_bytes=0) not in [replace(w, n_bytes=0) for w in whole]]
+    return (*whole, *sorted(told, key=lambda e: -e.n_bytes), *sorted(not_sliced, key=lambda e: -e.n_bytes))
+
+
+def _told(program: Program, found: Found, least: int) -> Sliceable:
+    axis = axis_words(program, found.within, found.value, found.dim)
+    return Sliceable(found.label, found.carried_bytes, found.axis.length, largest_count(found, least), axis,
+                     _end_of(program_within(program, found.within), found))  # fmt: skip
+
+
+def _end_of(program: Program, found: Found) -> str:
+    """The equation behind a run through which its axis is not independent."""
+    eqns, reads, returns = run_of(program, found.start, len(program.eqns))
+    try:
+        follow(eqns, reads, returns, variable_of(program, found.value), found.dim)
+    except NotIndependent as why:
+        return str(why)
+    return ""
+
+
+def named(program: Program, runs: Sequence[Slices]) -> tuple[Slices, ...]:
+    """Runs in slices with their axes in words."""
+    return tuple(replace(run, axis=axis_words(program, run.within, run.value, run.dim)) for run in runs)
+
+
+def axis_words(program: Program, within: Sequence[tuple[int, int]], value: int, dim: int) -> str:
+    """Name the axis that a dimension of a value is, by the argument that it comes from.
+
+    Args:
+        program: The program.
+        within: The body that contains the value, as in `Slices`.
+        value: The value's index there.
+        dim: Its dimension.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> shapes = jnp.ones((4, 5)), jnp.ones((2, 3, 4))
+        >>> program = trace(lambda w, x: jnp.tanh(x.reshape(6, 4) @ w).sum(), shapes, {})
+        >>> axis_words(program, (), program.graph.nodes[1].outputs[0], 0)
+        'axes 0 and 1 of `arg1`'
+    """
+    found: list[tuple[Any, Dims]] = [(variable_of(program_within(program, within), value), (dim,))]
+    for depth in range(len(within), -1, -1):
+        part = program_within(program, within[:depth])
+        found = [origin for var, dims in found for origin in origins(part.eqns, var, dims) if origin[0] in part.invars]
+        if depth:
+            outer = program_within(program, within[: depth - 1]).eqns[within[depth - 1][0]]
+            found = list(_outside(outer, part, found))
+    inputs = {v: i for i, v in enumerate(program.invars)}
+    places = sorted((inputs[v] in program.differentiated, inputs[v], dims) for v, dims in found)
+    names = ((program.graph.values[i].name or "const", dims) for _, i, dims in places)
+    name, dims = next((origin for origin in names if origin[0] != "const"), ("", ()))
+    numbers = " and ".join(map(str, dims))
+    return f"ax{'e' if len(dims) > 1 else 'i'}s {numbers} of `{name}`" if name else ""
+
+
+def _outside(eqn: Any, body: Program, found: Sequence[tuple[Any, Dims]]) -> Iterator[tuple[Any, Dims]]:
+    """Inputs of the body of a loop or conditional, as operands of its equation."""
+    first = len(eqn.invars) - (len(body.invars) - len(body.consts))
+    stacked = sum(compat.scan_sizes(eqn)) if eqn.primitive.name == "scan" else len(eqn.invars)
+    for variable, dims in found:
+        number = list(body.invars).index(variable) - len(body.consts)
+        if number >= 0:
+            moved = number >= stacked
+            yield eqn.invars[first + number], tuple(d + moved for d in dims)
