@@ -52,7 +52,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     search.run()
     if not search.plans:
         raise search.refusal()
-    best = min(search.plans, key=lambda plan: (round(recomputed_share(plan), 3), _need(plan)))
+    best = min(search.plans, key=lambda plan: (round(recomputed_share(plan), 3), _n_slices(plan), _need(plan)))
     return search.beside_plain(best)
 
 
@@ -114,7 +114,8 @@ class _Search:
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
-            self._try(found[1])
+            if self._try(found[1]) and found[1] and (fewer := self._fewest(found[1], self.plans[-1])) != found[1]:
+                self._try(fewer)
         if WHOLE in sets and self._may_err():
             self._try(WHOLE)
 
@@ -152,19 +153,30 @@ class _Search:
     def _bounded(self) -> Budget:
         return self.budget if self.budget == Budget() else Budget(self.n_bytes)
 
-    def _predicted(self, sets: Iterable[Runs]) -> Iterator[tuple[tuple[bool, float, float], Runs]]:
-        """Sets worth compiling, with whether they are predicted not to fit, what they recompute, and a rank."""
+    def _predicted(self, sets: Iterable[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
+        """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
         most = min(map(recomputed_share, self.plans), default=math.inf) - TUNING.compile_gain
         for number, runs in enumerate(sets):
+            is_slow = self._is_slow(runs)
+            if is_slow and self.plans and not self.is_asked:
+                continue
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget, True)
             except InfeasibleBudgetError as refused:
                 if not self.plans:
-                    yield (True, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
+                    yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
                 share = round(recomputed_share(plan) - (0.0 if runs else TUNING.compile_gain), 3)
                 if recomputed_share(plan) < most or (self.is_asked and not self.plans):
-                    yield (False, share, number), runs
+                    yield (False, is_slow, share, number), runs
+
+    def _is_slow(self, runs: Runs) -> bool:
+        """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
+
+        `ConvCanonicalization` of XLA's CPU compiler rewrites the entry computation; other layouts are naive loops.
+        """
+        eqns = (eqn for run in runs if not run.within for eqn in self.program.eqns[run.start : run.stop])
+        return self.target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
 
     def _corrected(self) -> Budget:
         """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it."""
@@ -179,11 +191,28 @@ class _Search:
             return self.whole(self.program, budget, is_trusted)
         return _in_slices(self.program, runs, budget, self.whole, is_trusted)
 
-    def _try(self, runs: Runs) -> None:
+    def _fewest(self, runs: Runs, plan: Plan) -> Runs:
+        """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
+
+        What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
+        """
+        with contextlib.suppress(InfeasibleBudgetError):
+            less = _need(self._planned(runs, self._corrected(), True)) - _need(plan)
+            room = Budget(max(1, int(self.n_bytes / TUNING.prediction_error) + less))
+            while (fewer := tuple(map(_halved, runs))) != runs:
+                found = self._planned(fewer, room, True)
+                if round(recomputed_share(found), 3) > round(recomputed_share(plan), 3):
+                    break
+                runs = fewer
+        return runs
+
+    def _try(self, runs: Runs) -> bool:
         try:
             self.plans.append(self._planned(runs, self._bounded() if runs else self.budget, False))
         except InfeasibleBudgetError as refused:
             self.refusals.append((refused, runs))
+            return False
+        return True
 
     def refusal(self) -> InfeasibleBudgetError:
         """The refusal that names the least budget which is met when it is asked for; other budgets have other sets."""
@@ -202,6 +231,17 @@ class _Search:
             return plan
         known = next((p for p in self.plans if not p.slices), None)
         return plan.replace(budget=self.budget, plain_measurement=known.plain_measurement if known else None)
+
+
+def _n_slices(plan: Plan) -> int:
+    """How many slices the runs of a plan have together."""
+    return sum(run.count for run in plan.slices)
+
+
+def _halved(run: Slices) -> Slices:
+    """A run in half as many slices."""
+    count, whole = max(2, run.count // 2), run.spared_bytes * run.count // (run.count - 1)
+    return replace(run, count=count, spared_bytes=whole - whole // count)
 
 
 def _need(plan: Plan) -> int:

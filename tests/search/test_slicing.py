@@ -97,6 +97,23 @@ def test_a_head_in_slices_recomputes_nothing():
     assert jaxsub.measure(classify, HEAD, X, Y).temp_bytes > 4 * plan.measurement.temp_bytes
 
 
+def test_slices_are_as_few_as_fit():
+    """Slices read and write the weights each: under a larger budget there are fewer of them."""
+    few, many = (jaxsub.plan(classify, HEAD, X, Y, budget=budget) for budget in ("16MiB", "6MiB"))
+    assert [run.count for run in few.slices] == [8]
+    assert [run.count for run in many.slices] == [16]
+    assert few.measurement.temp_bytes <= 16 * 2**20
+
+
+def test_convolutions_run_in_a_loop_on_a_cpu_only_where_nothing_else_fits():
+    """XLA's CPU compiler makes gradients of convolutions slow in loops: recomputation that fits comes first."""
+    kernels = [*KERNELS, *[jnp.asarray(RNG.normal(size=(3, 3, 32, 32)) / 9, jnp.float32)] * 3]
+    natural = jaxsub.measure(jaxsub.sublinear(stem), kernels, IMAGES, Y)
+    plan = jaxsub.plan(stem, kernels, IMAGES, Y, budget=natural.temp_bytes)
+    assert plan.segments
+    assert not plan.slices
+
+
 def tiled(params, x, y, count):
     """The same loss as people chunk it by hand: its head's gradient made in the forward pass, a tile at a time."""
 
