@@ -47,6 +47,11 @@ class Effort:
     gain: float = TUNING.compile_gain
     max_seconds: float = math.inf
 
+    @property
+    def gain_by_hand(self) -> float:
+        """What a plan by hand must spare: half of that, half a percent of the gradient's three forward passes."""
+        return self.gain / 2
+
 
 EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 """By name, what a plan must be predicted to spare to be worth a compile."""
@@ -172,7 +177,7 @@ class _Search:
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain):
+        if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain_by_hand):
             return
         if not (every := make()) or not (left := self._recompute_less(every)):
             return
@@ -199,7 +204,7 @@ class _Search:
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
-        most = recomputed_share(self.best) - self.effort.gain if self.best else math.inf
+        most = recomputed_share(self.best) - self.effort.gain_by_hand if self.best else math.inf
         return [plan for plan in plans if recomputed_share(plan) < most]
 
     def least(self) -> None:

@@ -122,14 +122,14 @@ def tried(budget, needs, best=None, is_head=False):
 
     def plan(i, n_bytes):
         prediction = Prediction(n_bytes, i, 10.0, int(is_head), "")
-        return Plan("f", Budget(), 9, (Segment(i, i + 1),), planner=str(i), prediction=prediction)
+        return Plan("f", Budget(), 9, (Segment(int(i), int(i) + 1),), planner=str(i), prediction=prediction)
 
     verifier = SimpleNamespace(program=SimpleNamespace(eqns=()), pricer=SimpleNamespace(share=1.0), measure=measure)
     search = _Search(verifier, None, budget, Effort(), 0.0)
     if best is not None:
         search.best = plan(best, budget).replace(measurement=Measurement(budget, 0, 0, 0, None, 0.0, "cpu"))
     search.by_hand(lambda: [plan(i, n_bytes + 8) for i, n_bytes in enumerate(needs)])
-    return compiled, search.best and int(search.best.planner)
+    return compiled, search.best and float(search.best.planner)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,8 @@ def tried(budget, needs, best=None, is_head=False):
         (16, None, ([5, 4], 4)),
         (14, None, ([], None)),  # further off than predictions err
         (30, 0, ([], 0)),
+        (60, 0.2, ([0], 0)),  # 2 % of a forward pass are more than half a percent of the gradient
+        (60, 0.1, ([], 0.1)),
     ],
 )
 def test_plans_by_hand_are_compiled_few_times(budget, best, wanted):
