@@ -13,9 +13,10 @@ compared with the plain program's. The second process has only to read: it compi
 
 Columns: MiB of temporaries of the plain gradient, the budget, what the compiler gives the planned one; FLOPs of the
 traced gradient over the plain one's, loops counted with their lengths; processor seconds of lowering and compiling the
-plain gradient; those of a cold plan over them; compiles meanwhile; processor seconds of fitting the whole step, and
-of finding both plans in the second process. `least` behind a budget: the one asked for was refused, this is the least
-that the refusal named. A program that lacks a library is skipped. Exits with 1 if any program failed.
+plain gradient; those of a cold plan or refusal over them, then those of asking for the least that a refusal named;
+compiles of the first; processor seconds of fitting the whole step, and of finding both plans in the second process.
+`least` behind a budget: the one asked for was refused, this is the least that the refusal named. A program that lacks a
+library is skipped. Exits with 1 if any program failed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from gauntlet import PROGRAMS, SMALL
 from gauntlet.trial import again, first, merged
 
 MIB = 2**20
-HEADER = f"{'program':24}{'budget':>7}{'plain':>8}{'asked':>8}{'':6}{'planned':>8}{'FLOPs':>7}{'compile':>9}{'plan':>7}"
-HEADER += f"{'compiles':>9}{'step':>7}{'again':>7}  verdict"
+HEADER = f"{'program':24}{'budget':>7}{'plain':>8}{'asked':>8}{'':6}{'planned':>8}{'FLOPs':>7}{'compile':>9}"
+HEADER += f"{'plan':>7}{'least':>7}{'compiles':>9}{'step':>7}{'again':>7}  verdict"
 
 
 def one_process(name: str, share: float, trial: str, folder: Path) -> None:
@@ -88,6 +89,7 @@ def row(name: str, share: float, found: dict[str, Any]) -> str:
         plain, asked, planned = (f"{n:8.2f}" for n in n_bytes)
         line += f"{plain}{asked}{' least' if found['loss_refused'] else '':6}{planned}{found['flops']:7.2f}"
         line += f"{found['plain_seconds']:8.1f}s{found['plan_seconds'] / found['plain_seconds']:6.1f}x"
+        line += f"{found['least_seconds'] / found['plain_seconds']:6.1f}x" if found["loss_refused"] else f"{'':7}"
         line += f"{found['compiles']:9d}"
         for key in ("step_seconds", "again_seconds"):
             line += f"{found[key]:6.1f}s" if key in found else f"{'':7}"

@@ -125,12 +125,18 @@ def difference(got: list[np.ndarray], wanted: list[np.ndarray], rtol: float) -> 
     return None
 
 
+def refusable(ask: Callable[[int], Any], n_bytes: int) -> tuple[Any, int]:
+    """What is planned for so many bytes, and 0; if that is refused, `None` and the least that the refusal names."""
+    try:
+        return ask(n_bytes), 0
+    except jaxsub.InfeasibleBudgetError as refusal:
+        return None, refusal.least_bytes
+
+
 def within(ask: Callable[[int], Any], n_bytes: int) -> tuple[Any, int, bool]:
     """What is planned for so many bytes; if that is refused, for the least that the refusal names."""
-    try:
-        return ask(n_bytes), n_bytes, False
-    except jaxsub.InfeasibleBudgetError as refusal:
-        return ask(refusal.least_bytes), refusal.least_bytes, True
+    found, least = refusable(ask, n_bytes)
+    return (ask(least), least, True) if least else (found, n_bytes, False)
 
 
 def taken(compiled: Any) -> tuple[int, int]:
@@ -166,7 +172,11 @@ def loss_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
         return fun, fun.plan(*built.args)
 
     with counted() as cost:
-        (fun, plan), budget, is_refused = within(ask, int(share * need))
+        found, least = refusable(ask, budget := int(share * need))
+    with counted() as least_cost:
+        if least:
+            found, budget = ask(least), least
+    fun, plan = found
     plan.save(folder / "plan.json")
     measured = jaxsub.measure(fun, *built.args).temp_bytes
     run, _ = gradient(built, fun)
@@ -177,10 +187,11 @@ def loss_trial(built: Built, share: float, folder: Path) -> dict[str, Any]:
         "plain_bytes": need,
         "budget_bytes": budget,
         "planned_bytes": measured,
-        "loss_refused": is_refused,
+        "loss_refused": bool(least),
         "flops": flops / plain_flops,
         "plain_seconds": plain_cost.seconds,
         "plan_seconds": cost.seconds,
+        "least_seconds": least_cost.seconds,
         "compiles": cost.compiles,
         "faults": faults + ([f"wrong values: {far}"] if far else []),
     }
