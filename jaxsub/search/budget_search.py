@@ -251,9 +251,8 @@ class _Search:
             asked = (low + least) // 2
             plan = self.candidates.plan(way, asked, TUNING.least_slack)
             plan = plan.replace(measurement=self.try_(plan))
-            if _needed(plan) > (1 - TUNING.between_gap) * least:
-                return
-            self.least_seen = plan
+            self.least_seen = plan if _needed(plan) < least else self.least_seen
+            low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
 
 
 def _regions(plan: Plan) -> object:

@@ -181,7 +181,7 @@ def test_the_last_bytes_are_not_bought_dearly():
 
 def test_what_needs_less_than_the_least_that_was_predicted_is_named():
     """Packing may add much to the least and nothing to a larger plan: what needs less is looked for between them."""
-    between = (0.8, 0.97, 3.1), (0.86, 0.93, 1.5), (0.88, 0.9, 0.6)
+    between = (0.8, 0.97, 3.1), (0.86, 0.99, 1.5), (0.9, 0.9, 0.6)
     assert fitted(0.7, between)[:2] == (0.9, None)
     assert fitted(0.9, between)[:2] == (0.9, 0.6)
     assert fitted(0.7, ((0.8, 0.807, 3.1), (0.803, 0.803, 0.6)))[::2] == (0.807, 1)  # hardly apart
