@@ -24,7 +24,6 @@ from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.pipeline import Settings, make_plan
 from jaxsub.step.fused_update import Findings as Updates
 from jaxsub.step.fused_update import fuse
-from jaxsub.step.sizing import step_bytes
 
 NO_UPDATE = frozenset(("dot_general", "conv_general_dilated", "gather", "reduce_sum", "reduce_max"))
 """What makes something else of an argument than an update of it."""
@@ -176,7 +175,7 @@ def donations(subject: Subject) -> Iterator[Finding]:
         at += size
     if not numbers:
         return
-    saved = step_bytes(subject.measurement) - step_bytes(subject.measure(subject.call, leaves))
+    saved = subject.measurement.step_bytes - subject.measure(subject.call, leaves).step_bytes
     told = str(numbers[0]) if len(numbers) == 1 else str(tuple(numbers))
     counted = ", counted without static arguments" if subject.has_statics else ""
     yield Finding(
@@ -215,7 +214,7 @@ def whole_gradients(subject: Subject) -> Iterator[Finding]:
     call = fuse(subject.closed, subject.donated, updates)
     fused, whole = updates.fused, updates.whole
     if fused:
-        saved = step_bytes(subject.measurement) - step_bytes(subject.measure(call))
+        saved = subject.measurement.step_bytes - subject.measure(call).step_bytes
         n = sum(scan.n_gradients for scan in fused)
         yield Finding(
             "whole gradients", saved,

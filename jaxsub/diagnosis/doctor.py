@@ -15,7 +15,6 @@ from jaxsub.diagnosis.findings import Diagnosis, Finding, ranked
 from jaxsub.diagnosis.subject import Subject, subject_of
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions
 from jaxsub.jaxpr.trace import aval_bytes
-from jaxsub.step.sizing import step_bytes
 
 LEAST_SHARE = 0.01
 """A fault that costs less than this share of the program's memory is left out."""
@@ -71,7 +70,7 @@ def doctor(fun: Callable[..., Any], /, *args: Any, target: Any = None, argnums: 
     if verify:
         checks += [compared.regions, compared.donations, compared.whole_gradients]
     found = ranked(finding for check in checks for finding in check(subject))
-    whole = step_bytes(subject.measurement) if verify else sum(map(aval_bytes, subject.shapes))
+    whole = subject.measurement.step_bytes if verify else sum(map(aval_bytes, subject.shapes))
     findings = [f for f in found if f.n_bytes >= LEAST_SHARE * whole or _is_void(f)]
     if verify:
         findings += [f for f in compared.plan(subject, cache=cache) if f.n_bytes >= LEAST_GAIN * whole]

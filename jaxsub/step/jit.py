@@ -43,7 +43,7 @@ from jaxsub.step.fused_update import Findings
 from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
 from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, with_options
 from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
-from jaxsub.step.sizing import Attempt, Sizing, step_bytes
+from jaxsub.step.sizing import Attempt, Sizing
 
 R_co = TypeVar("R_co", covariant=True)
 AnyMemory = str | float | Budget
@@ -325,7 +325,7 @@ class Step(Wrapped[P, R]):
         if not known or len(known) < len(plans):
             return None
         attempt = sizing.attempt(known)
-        return attempt if step_bytes(attempt.measurement) <= n_bytes else None
+        return attempt if attempt.measurement.step_bytes <= n_bytes else None
 
     def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
         target, site = sizing.target, sizing.first.trial.sites[fingerprint]
@@ -350,7 +350,7 @@ class Step(Wrapped[P, R]):
         """What the step may take, in bytes."""
         if self.memory.n_bytes is not None:
             return int(self.memory.n_bytes)
-        return int(step_bytes(first.measurement) * (self.memory.fraction or 1.0))
+        return int(first.measurement.step_bytes * (self.memory.fraction or 1.0))
 
     def _jitted(self, trial: Trial, findings: Findings | None = None, *, is_here: bool = True) -> Any:
         run: Any = functools.wraps(self.fun)(call_sites.tried(self._called, trial))

@@ -24,7 +24,6 @@ from jaxsub.search.progress import Progress, say
 from jaxsub.step.device import device_bytes
 from jaxsub.step.jit import Step
 from jaxsub.step.report import StepReport
-from jaxsub.step.sizing import step_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class _Batches:
     def plain_bytes(self, batch: int) -> int:
         """What the step takes as it stands."""
         step, args = self._step(batch)
-        return step_bytes(step.sizing(args, {}, self.told).first.measurement)
+        return step.sizing(args, {}, self.told).first.measurement.step_bytes
 
     def find_least(self, batch: int) -> None:
         """Find the plans that need least."""
@@ -151,13 +150,13 @@ class _Batches:
             len(site.program.eqns) == plan.n_traced for site, plan in zip(sites.values(), self.least, strict=True)
         )
         if not alike:
-            return step_bytes(step.sizing(args, {}, self.told).least().measurement)
+            return step.sizing(args, {}, self.told).least().measurement.step_bytes
         plans = {}
         for (key, site), plan in zip(sites.items(), self.least, strict=True):
             slices = tuple(carried_over(site.program, run) for run in plan.slices)
             plans[key] = plan.replace(fingerprint=key, slices=slices)
         self.told(f"the whole step, batch {batch}")
-        return step_bytes(step.compile(Trial(get_target(self.target), plans), args, {}).measurement)
+        return step.compile(Trial(get_target(self.target), plans), args, {}).measurement.step_bytes
 
     def report(self, batch: int) -> StepReport:
         """The step, planned.

@@ -27,7 +27,7 @@ from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.ordered_updates import Ordered
-from jaxsub.step.sizing import Attempt, step_bytes
+from jaxsub.step.sizing import Attempt
 
 ROWS = 6
 """How many values that stand at the peak are named; the others are counted."""
@@ -88,12 +88,12 @@ class StepReport(Shown):
     @property
     def step_bytes(self) -> int:
         """What the step takes of a device: arguments, outputs and temporaries, without outputs in donated memory."""
-        return step_bytes(self.measurement)
+        return self.measurement.step_bytes
 
     @property
     def plain_bytes(self) -> int:
         """The same before the step was planned."""
-        return step_bytes(self.plain)
+        return self.plain.step_bytes
 
     @property
     def extra(self) -> float:
@@ -183,7 +183,7 @@ def _bytes(leaf: Any, info: Any) -> int:
 
 def infeasible(n_bytes: int, least: Attempt, held: Sequence[Held]) -> InfeasibleBudgetError:
     """The error of a step that does not fit: what holds its memory, and what would fit."""
-    measured, needed = least.measurement, step_bytes(least.measurement)
+    measured, needed = least.measurement, least.measurement.step_bytes
     own = max(0, measured.output_bytes - measured.alias_bytes)
     holders = [_row(h.n_bytes, needed, f"{h.name}: {h.n_arrays} arrays, the largest {h.largest}") for h in held[:ROWS]]
     if own:

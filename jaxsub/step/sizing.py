@@ -64,11 +64,6 @@ class Attempt:
         return sum(recomputed_share(p) * max(said.forward_flops, 1.0) * calls for p, said, calls in found if said)
 
 
-def step_bytes(measured: Measurement) -> int:
-    """What a step takes of a device: arguments, outputs and temporaries, without outputs that reuse an argument."""
-    return measured.step_bytes
-
-
 @dataclass(slots=True, eq=False)
 class Ladder:
     """Plans of one function from its own down to the least."""
@@ -193,18 +188,18 @@ class Sizing:
     def least(self) -> Attempt:
         """What needs least of all that is tried whatever the budget is."""
         tried = [self.first, *(self.attempt(plans) for plans in self._least_plans())]
-        return min(tried, key=lambda a: step_bytes(a.measurement))
+        return min(tried, key=lambda a: a.measurement.step_bytes)
 
     def _fits(self, attempt: Attempt, n_bytes: int) -> bool:
-        return step_bytes(attempt.measurement) <= n_bytes
+        return attempt.measurement.step_bytes <= n_bytes
 
     def _best(self, n_bytes: int) -> Attempt | None:
         fitting = [a for a in self.attempts.values() if self._fits(a, n_bytes)]
-        return min(fitting, key=lambda a: (a.extra_flops, step_bytes(a.measurement)), default=None)
+        return min(fitting, key=lambda a: (a.extra_flops, a.measurement.step_bytes), default=None)
 
     def _search(self, n_bytes: int) -> None:
         """Move the level until the step fits and leaves little."""
-        given = step_bytes(self.first.measurement) - self.first.measurement.temp_bytes
+        given = self.first.measurement.step_bytes - self.first.measurement.temp_bytes
         budget = n_bytes - given
         top = float(max(ladder.top_bytes for ladder in self.ladders.values()))
         if budget <= 0 or top <= 0:

@@ -9,7 +9,6 @@ from jax import lax
 
 import jaxsub
 from jaxsub.devices.compile import measure_compiled
-from jaxsub.step.sizing import step_bytes
 
 LAYERS, BATCH, WIDTH, WORDS = 6, 256, 16, 512
 WS, X = jnp.ones((LAYERS, WIDTH, WIDTH)) / WIDTH, jnp.ones((BATCH, WIDTH))
@@ -166,7 +165,7 @@ def test_the_fix_saves_what_was_told(faulty, mended, args, kind):
     """What is measured of a fault is what the compiler allocates less once it is mended."""
     is_step = hasattr(faulty, "trace")
     measure = measure_compiled if is_step else lambda fun, args: jaxsub.measure(fun, *args)
-    before, after = (step_bytes(measure(fun, args)) for fun in (faulty, mended))
+    before, after = (measure(fun, args).step_bytes for fun in (faulty, mended))
     (finding,) = (f for f in jaxsub.doctor(faulty, *args).findings if f.kind == kind)
     assert finding.is_measured
     assert finding.n_bytes == pytest.approx(before - after, rel=0.02)
