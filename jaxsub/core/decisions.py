@@ -50,6 +50,7 @@ class Slices:
         within: The body that contains the run, if it is not in the program itself: the loop or conditional, and which
             of its bodies; then the one in that body, and so on. All indices are those of the innermost body.
         axis: Which dimension of which argument the axis is, in words; empty where it is not known.
+        parts: Over how many devices the axis is split: a slice takes the same share of what each of them holds.
     """
 
     start: int
@@ -64,12 +65,15 @@ class Slices:
     inside: Inside = field(default_factory=lambda: Inside())
     within: tuple[tuple[int, int], ...] = ()
     axis: str = ""
+    parts: int = 1
 
     def faults(self) -> list[str]:
         """What no run in slices is, by field."""
         found = [] if 0 <= self.start < self.stop else [f"{self.start}:{self.stop} is no run of nodes"]
         if self.count < 2 or self.count > (self.length or self.count):
             found.append(f"count: {self.count} slices of {self.length} units")
+        if self.parts > 1 and self.length % (self.count * self.parts):
+            found.append(f"parts: {self.count} slices of {self.length} units on {self.parts} devices")
         return found
 
     @property

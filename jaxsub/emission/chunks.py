@@ -38,7 +38,12 @@ Values = tuple[Any, ...]
 
 
 def sliced(
-    axis: Axis, inputs: Sequence[Any], outputs: Sequence[Any], count: int, one: Callable[..., Any] | None = None
+    axis: Axis,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    count: int,
+    one: Callable[..., Any] | None = None,
+    parts: int = 1,
 ) -> Callable[..., Values]:
     """Make a function of a run's inputs that runs it in slices.
 
@@ -48,6 +53,7 @@ def sliced(
         outputs: The variables that it returns.
         count: In how many slices, at most.
         one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
+        parts: Over how many devices the axis is split; the count times this divides its length.
 
     Example:
         >>> from jaxsub.jaxpr.axes import follow
@@ -57,7 +63,7 @@ def sliced(
         5.0488
     """
     wanted = _results(axis, outputs)
-    plainly = _Slices(axis, wanted, -(-axis.length // count), one)
+    plainly = _Slices(axis, wanted, -(-axis.length // count), one, parts)
     slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
@@ -109,6 +115,7 @@ class _Slices:
     wanted: tuple[Any, ...]
     size: int
     planned: Callable[..., Any] | None = None
+    parts: int = 1
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -172,10 +179,10 @@ class _Slices:
             return put(totals, (*results, *more))
 
         firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
-        head = tuple(_stacked(x, p, n, self.size) for x, p in zip(cut, places, strict=True))
+        head = tuple(_stacked(x, p, n, self.size, self.parts) for x, p in zip(cut, places, strict=True))
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
-        found = [flat(y, p) for y, p in zip(ys, carried, strict=True)]
+        found = [flat(y, p, self.parts) for y, p in zip(ys, carried, strict=True)]
         if rest:
             tail = tuple(jax.lax.slice_in_dim(x, n * self.size * p.unit, None, axis=p.dim)
                          for x, p in zip(cut, places, strict=True))  # fmt: skip
@@ -291,14 +298,19 @@ def joined(total: Any, part: Any, state: State) -> Any:
     return jnp.maximum(total, part) if state == Total("max") else jnp.minimum(total, part)
 
 
-def _stacked(x: Any, place: Place, n: int, size: int) -> Any:
-    """Stack the first `n` slices of an array."""
-    whole = jax.lax.slice_in_dim(x, 0, n * size * place.unit, axis=place.dim)
-    shape = (*x.shape[: place.dim], n, size * place.unit, *x.shape[place.dim + 1 :])
-    return jnp.moveaxis(whole.reshape(shape), place.dim, 0)
+def _stacked(x: Any, place: Place, n: int, size: int, parts: int) -> Any:
+    """Stack the first `n` slices of an array, each with its share of every part."""
+    whole, d = jax.lax.slice_in_dim(x, 0, n * size * place.unit, axis=place.dim), place.dim
+    shape = (*x.shape[:d], parts, n, size * place.unit // parts, *x.shape[d + 1 :])
+    if parts == 1:
+        return jnp.moveaxis(whole.reshape(*shape[:d], *shape[d + 1 :]), d, 0)
+    return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], -1, *x.shape[d + 1 :])
 
 
-def flat(ys: Any, place: Place) -> Any:
+def flat(ys: Any, place: Place, parts: int = 1) -> Any:
     """Join stacked slices into one array."""
-    moved = jnp.moveaxis(ys, 0, place.dim)
-    return moved.reshape((*moved.shape[: place.dim], -1, *moved.shape[place.dim + 2 :]))
+    d = place.dim
+    if parts > 1:
+        ys = ys.reshape(*ys.shape[: d + 1], parts, -1, *ys.shape[d + 2 :])
+    moved = jnp.moveaxis(ys, 0, d if parts == 1 else d + 1)
+    return moved.reshape((*moved.shape[:d], -1, *moved.shape[d + (2 if parts == 1 else 3) :]))

@@ -61,7 +61,10 @@ def carried_over(program: Program, slices: Slices) -> Slices:
         NotIndependent: If it is not independent here.
     """
     length = axis_of(program_within(program, slices.within), slices).length
-    return replace(slices, length=length, count=max(2, -(-length // slices.size)))
+    parts = slices.parts if length % slices.parts == 0 else 1
+    least = max(2, -(-length // slices.size))
+    count = least if parts == 1 else next((c for c in range(least, length + 1) if length % (c * parts) == 0), least)
+    return replace(slices, length=length, count=count, parts=parts if length % (count * parts) == 0 else 1)
 
 
 def program_of_slice(program: Program, slices: Slices) -> Program:
@@ -208,7 +211,8 @@ def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[t
 
 def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
-    function = sliced(axis_of(program, slices), reads, returns, slices.count, _planned_slice(program, slices))
+    one = _planned_slice(program, slices)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.parts)
 
     def run(*args: Any) -> list[Any]:
         return list(function(*args))

@@ -9,13 +9,16 @@ search ends there, so what is found is derived and not guessed; nothing may be f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS, Step
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
 from jaxsub.jaxpr.axis_rules import rule_of
 from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.shardings import data_share, is_explicit
+from jaxsub.jaxpr.trace import Program
 
 Dims = tuple[int, ...]
 """Dimensions of a value that make one axis, next to each other."""
@@ -47,6 +50,41 @@ def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[An
             yield here
         else:
             todo += list(_operands(eqn, *here))[::-1]
+
+
+def reads_positions(steps: Iterable[Step], depth: int = CHECKED_ORDERS) -> bool:
+    """Whether steps read where in the axis a slice is: an iota along it, or a whole value that is sliced there."""
+
+    def reads(step: Step) -> bool:
+        is_iota = step.eqn is not None and step.eqn.primitive.name == "iota" and step.outs[0] is not None
+        bodies = (*step.bodies, *(step.rule() if depth else ()))
+        return step.eqn is None or is_iota or any(reads_positions(body.steps, depth - 1) for body in bodies)
+
+    return any(map(reads, steps))
+
+
+def n_parts(program: Program, variable: Any, dim: int) -> int | None:
+    """Over how many devices an axis is split, by the arguments it comes from; `None` where that is not known.
+
+    It is not known where the second of two joined dimensions is split, and where no argument has the axis.
+    """
+    if not program.is_sharded:
+        return 1
+    inputs = {v: i for i, v in enumerate(program.invars)}
+    found = [_parts_of(program.shardings[inputs[v]], v.aval.shape, dims)
+             for v, dims in origins(program.eqns, variable, (dim,)) if v in inputs and program.shardings]  # fmt: skip
+    return None if not found or 0 in found else max(found)
+
+
+def on_all_devices(program: Program, n_bytes: int) -> int:
+    """Bytes of whole arrays that are split over devices, where each holds so many."""
+    return int(n_bytes / data_share(program.avals(), program.shardings, program.differentiated))
+
+
+def _parts_of(sharding: Any, shape: Sequence[int], dims: Dims) -> int:
+    local = sharding.shard_shape(tuple(shape))
+    parts = [shape[d] // local[d] for d in dims]
+    return parts[0] if all(n == 1 for n in parts[1:]) and not is_explicit(sharding.mesh) else 0
 
 
 def _operands(eqn: Any, variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:

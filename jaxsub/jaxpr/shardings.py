@@ -49,12 +49,12 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
     """
     if isinstance(leaf, jax.core.Tracer):
         found = getattr(jax.typeof(leaf), "sharding", None)
-        return found if found is not None and _is_explicit(found.mesh) and found.mesh.size > 1 else None
+        return found if found is not None and is_explicit(found.mesh) and found.mesh.size > 1 else None
     found = getattr(leaf, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.size == 1:
         return None
     mesh = found.mesh.abstract_mesh
-    if not _is_explicit(mesh):  # without the kind of its devices: the plan may be for others
+    if not is_explicit(mesh):  # without the kind of its devices: the plan may be for others
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
     return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 
@@ -106,7 +106,7 @@ def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
     if not shardings:
         return list(values)
     return [
-        x if _is_explicit(s.mesh) else jax.lax.with_sharding_constraint(x, s)
+        x if is_explicit(s.mesh) else jax.lax.with_sharding_constraint(x, s)
         for x, s in zip(values, shardings, strict=True)
     ]
 
@@ -222,7 +222,8 @@ def _shrunk(part: Any, share: float) -> Any:
     return replace(part, **{name: math.ceil(size * share) for name, size in sizes.items()})
 
 
-def _is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Any) -> bool:
+    """Whether shardings over a mesh are part of types."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 

@@ -240,7 +240,8 @@ def _n_slices(plan: Plan) -> int:
 
 def _halved(run: Slices) -> Slices:
     """A run in half as many slices."""
-    count, whole = max(2, run.count // 2), run.spared_bytes * run.count // (run.count - 1)
+    half = run.count if run.parts > 1 and run.count % 2 else run.count // 2  # still a divisor
+    count, whole = max(2, half), run.spared_bytes * run.count // (run.count - 1)
     return replace(run, count=count, spared_bytes=whole - whole // count)
 
 

@@ -18,7 +18,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_within, run_of, variable_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import NotIndependent, follow
-from jaxsub.jaxpr.axis_origin import Dims, origins
+from jaxsub.jaxpr.axis_origin import Dims, on_all_devices, origins
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count, least_rows
 
@@ -57,9 +57,9 @@ def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable
     Returns:
         The runs, the whole function first, then the others by their bytes; those that may not last.
     """
-    if program.is_sharded or n_bytes < TUNING.least_sliced_bytes:
+    if n_bytes < TUNING.least_sliced_bytes:
         return ()
-    least = least_rows(target)
+    least, n_bytes = least_rows(target), on_all_devices(program, n_bytes)
     runs, refused = everywhere(program, n_bytes, least)
     batch = batch_run(program)
     whole = [_told(program, batch, least)] if isinstance(batch, Found) else []

@@ -31,7 +31,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import Step
-from jaxsub.jaxpr.axis_origin import origins
+from jaxsub.jaxpr.axis_origin import n_parts, on_all_devices, origins, reads_positions
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
@@ -63,6 +63,7 @@ class Found:
         is_head: Whether it ends the program in a loss: then no slice is recomputed.
         within: In which bodies of loops and conditionals it stands.
         weight: How often it runs.
+        parts: Over how many devices the axis is split.
     """
 
     start: int
@@ -77,6 +78,7 @@ class Found:
     is_head: bool
     within: tuple[tuple[int, int], ...] = ()
     weight: float = 1.0
+    parts: int = 1
 
     def slices(self, program: Program, count: int) -> Slices:
         """The run in slices, in a program."""
@@ -84,7 +86,7 @@ class Found:
         again = 0.0 if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
         share = again / max(sum(node.flops for node in program.graph.nodes), 1.0)
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared, share,
-                      within=self.within)  # fmt: skip
+                      within=self.within, parts=self.parts)  # fmt: skip
 
 
 def least_rows(target: Target) -> int:
@@ -110,10 +112,9 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     Args:
         program: The program.
         target: What it is planned for.
-        n_bytes: The budget.
+        n_bytes: The budget, of one device.
     """
-    if program.is_sharded:
-        return
+    n_bytes = on_all_devices(program, n_bytes)
     least = least_rows(target)
     batch = batch_run(program)
     whole = [batch] if isinstance(batch, Found) else []
@@ -137,7 +138,8 @@ def everywhere(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
     """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
     found: list[Found] = []
     refused: Refusals = []
-    for within, part in _places(program):
+    places = [((), program)] if program.is_sharded else _places(program)
+    for within, part in places:
         weight = _weight(program, within)
         runs, reasons = _wide_runs(part, n_bytes, least)
         found += [replace(run, within=within, weight=weight) for run in runs]
@@ -177,16 +179,24 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
         if found is not None:
             break
     else:
-        raise ChunksError(_refusal(key, refused))
+        raise ChunksError(_refusal(key, refused, program.is_sharded))
     if found.axis.length < count:
         raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {found.axis.length} units.")
+    if found.parts > 1 and found.axis.length // found.parts % count:
+        raise ChunksError(
+            f"chunks={{{key!r}: {count}}}: the axis is split over {found.parts} devices, and the number of slices must "
+            f"divide the {found.axis.length // found.parts} units that each of them holds."
+        )
     return replace(found, within=within, weight=_weight(program, within)).slices(program, count)
 
 
-def _refusal(key: Any, refused: Sequence[NotIndependent]) -> str:
+def _refusal(key: Any, refused: Sequence[NotIndependent], is_sharded: bool) -> str:
     told = f"chunks= names {f'dimension {key} of the batch' if isinstance(key, int) else f'{key!r}'}, "
     if not refused:
-        return f"{told}but no value there has an axis of more than one element. Leave it out."
+        why = "has an axis of more than one element"
+        if is_sharded:
+            why = "can be sliced on its mesh: axes are explicit, or of a loop's body, or units read their position"
+        return f"{told}but no value there {why}. Leave it out."
     return f"{told}which is not independent. {refused[0]}. Name another axis, or leave it out."
 
 
@@ -303,12 +313,19 @@ def _count(found: Found, n_bytes: int, least: int) -> int:
     share = 1 / 2 if is_whole else TUNING.wide_share  # the whole function leaves nothing but its slices
     needed = found.carried_bytes / max(1.0, share * n_bytes)
     wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
-    return min(wanted, largest_count(found, least))
+    return _divisor(found, min(wanted, largest_count(found, least)))
 
 
 def largest_count(found: Found, least: int) -> int:
     """In how many slices a run is executed at most, its products of at least so many rows."""
-    return min(found.rows // least, found.axis.length)
+    each = found.axis.length // found.parts
+    return _divisor(found, min(found.rows // found.parts // least, each))
+
+
+def _divisor(found: Found, count: int) -> int:
+    """The count; where the axis is split, the next lower one that divides what each device holds."""
+    each = found.axis.length // found.parts
+    return count if found.parts == 1 else next((c for c in range(count, 0, -1) if each % c == 0), 0)
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
@@ -343,7 +360,7 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
         (inputs[v], dims[0]) for found in sources for v, dims in found if v in inputs and v.aval.shape[dims[0]] > 1
     ]
     found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
-    wide = [run for run in found if run.carried_bytes > TUNING.least_sliced_bytes]
+    wide = [run for run in found if run.carried_bytes // run.parts > TUNING.least_sliced_bytes]
     return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
 
 
@@ -362,12 +379,15 @@ def _follow_all(
         except NotIndependent as why:
             refused.append(why)
             continue
+        parts = n_parts(program, variable, dim % len(variable.aval.shape))
+        if parts is None or (parts > 1 and (axis.length % parts or reads_positions(axis.steps))):
+            continue
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
         run = partial(trace_run, program, start, stop)
         is_head = program.loss is not None and stop == len(program.eqns)
         found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, _rows(axis), run,
-                           _label(program, start, stop), is_head)  # fmt: skip
+                           _label(program, start, stop), is_head, parts=parts)  # fmt: skip
     return list(found.values()), refused
 
 

@@ -121,10 +121,10 @@ def test_a_budget_is_bytes_of_one_device():
     plain = jaxsub.measure(chain, *wx)
     assert plain.temp_bytes < one / 4 and plain.argument_bytes < 4 * (w.size + x.size / 7)
     budget = plain.temp_bytes // 2
-    f = jaxsub.sublinear(chain, budget=budget, cache=False)
+    f = jaxsub.sublinear(chain, budget=budget, cache=False, chunks=False)
     plan = f.plan(*wx)
     assert 0 < plan.measurement.temp_bytes <= budget and plan.n_regions > 0, plan
-    g = jaxsub.sublinear(chain, budget=budget, cache=False, in_shardings=(whole, split))
+    g = jaxsub.sublinear(chain, budget=budget, cache=False, in_shardings=(whole, split), chunks=False)
     step = jaxsub.jit(jax.value_and_grad(g), in_shardings=(whole, split), out_shardings=whole)
     compiled = step.lower(w, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes == plan.measurement.temp_bytes, plan

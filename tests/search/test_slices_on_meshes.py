@@ -1,0 +1,88 @@
+"""Runs in slices on several devices: along what each of them holds, budgets are bytes of one device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxpr.test_shardings import on_eight_devices
+
+from jaxsub.core.decisions import Slices
+from jaxsub.jaxpr.trace import trace
+from jaxsub.search.slicing import ChunksError, asked, batch_run
+
+AUTO, EXPLICIT = (AbstractMesh((8,), ("d",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit))
+HEAD = """
+def loss(params, x, y):
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    logits = x @ params["head"]
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0]).mean()
+
+put = lambda a, *spec: jax.device_put(a, NamedSharding(auto, P(*spec)))
+params = {"layers": [put(jnp.eye(32))] * 3, "head": put(jax.random.normal(jax.random.key(0), (32, 8192)))}
+args = params, put(jax.random.normal(jax.random.key(1), (2048, 32)), "d"), put(jnp.arange(2048), "d")
+"""
+
+
+def shaped(mesh, *shape_and_spec, dtype=jnp.float32):
+    """A shape with a sharding."""
+    shape, spec = shape_and_spec
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def mlp(w, x):
+    """Rows and hidden units are independent."""
+    with jax.named_scope("mlp"):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def numbered(w, x):
+    """Adds to each row its number."""
+    return jnp.mean(jnp.tanh(x @ w + jnp.arange(2048.0)[:, None]) ** 2)
+
+
+def test_a_head_on_eight_devices_takes_slices_of_what_each_holds():
+    """Rows split over devices stay split: no gathers, a fraction of the bytes of a device, plain values, gradients."""
+    on_eight_devices(
+        HEAD
+        + """
+plan = jaxsub.plan(loss, *args, budget="4MiB", cache=False)
+assert [run.parts for run in plan.slices] == [8], plan.slices
+smaller = jaxsub.sublinear(loss, plan=plan)
+plain, sliced = (jax.jit(jax.value_and_grad(f)).lower(*args).compile() for f in (loss, smaller))
+assert plain.memory_analysis().temp_size_in_bytes > 4 * 2**22 * 0.9
+assert sliced.memory_analysis().temp_size_in_bytes <= 2**22
+assert "all-gather" not in sliced.as_text()
+for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
+    assert jnp.abs(a - b).max() <= 3e-5 * max(1e-3, float(jnp.abs(a).max()))
+"""
+    )
+
+
+def test_an_axis_that_no_device_splits_is_sliced_as_on_one():
+    """Hidden units of weights that every device holds whole: slices keep the rows split."""
+    program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ("d",))), {})
+    (rows,) = asked(program, {0: 8})
+    assert (rows.parts, rows.count, rows.length) == (8, 8, 2048)
+    program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ())), {})
+    assert asked(program, {0: 8})[0].parts == 1
+
+
+def test_slices_divide_what_each_device_holds():
+    """A count that does not divide the units of a device is refused, with both figures."""
+    program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ("d",))), {})
+    with pytest.raises(ChunksError, match=r"split over 8 devices.*must divide the 256 units that each of them holds"):
+        asked(program, {0: 6})
+    assert Slices(0, 1, 0, 0, 6, 2048, parts=8).faults() == ["parts: 6 slices of 2048 units on 8 devices"]
+
+
+@pytest.mark.parametrize(("fun", "mesh"), [(numbered, AUTO), (mlp, EXPLICIT)])
+def test_what_cannot_take_slices_of_each_device_is_left_whole(fun, mesh):
+    """Rows that know their number, and meshes with explicit axes, are not sliced along a split axis."""
+    program = trace(fun, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ())), {})
+    assert batch_run(program) is not None
+    program = trace(fun, (shaped(mesh, (32, 8192), ()), shaped(mesh, (2048, 32), ("d",))), {})
+    assert batch_run(program) is None
+    with pytest.raises(ChunksError, match="no value there can be sliced on its mesh"):
+        asked(program, {0: 8})
