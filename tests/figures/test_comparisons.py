@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "league", "benchmarks")]
 
 import batches  # noqa: E402
+import by_hand as hands  # noqa: E402
 import drawing  # noqa: E402
 import frontiers  # noqa: E402
 import peers  # noqa: E402
@@ -60,6 +62,22 @@ def test_cells_are_picked_by_how_their_keys_begin():
     cells = cells_that_count([], ("cpu/vgg/plain", "cpu/unet/plain", "h100/vgg/plain"))
     assert [cell.key for cell in records.picked(cells, ["cpu/vgg", "h100"])] == ["cpu/vgg/plain", "h100/vgg/plain"]
     assert len(records.picked(cells, ())) == 3
+
+
+def test_every_two_choices_of_a_decoder_meet():
+    """Of the decoders that are compared with plans by hand: depths, words, scan or not, dtype and what a loss adds."""
+    choices = ("layers", "words", "is_scanned", "dtype", "is_tied", "smoothing", "z_loss", "is_masked")
+    for a, b in combinations(choices, 2):
+        met = {(getattr(d, a), getattr(d, b)) for d in hands.DECODERS}
+        assert met == set(product(*({getattr(d, name) for d in hands.DECODERS} for name in (a, b)))), (a, b)
+
+
+def test_a_cell_is_behind_by_hand_if_it_is_refused_or_recomputes_more():
+    """By more than half a percent; the table says it in bold."""
+    cells = {"equal": {"flops": 1.0}, "less": {"flops": 0.9}, "more": {"flops": 1.006}, "refused": {"least_bytes": 9}}
+    measured = {key: {"by_hand_bytes": 8, "by_hand_flops": 1.0, "bytes": 8, "planner": "", **cell}
+                for key, cell in cells.items()}  # fmt: skip
+    assert [fault.split(":")[0] for fault in hands.behind(measured)] == ["more", "refused"]
 
 
 @pytest.mark.parametrize("n_blocks", [9, 16, 32])
