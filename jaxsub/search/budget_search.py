@@ -127,7 +127,7 @@ class _Search:
         bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
         before, needed = None, 0
         while True:
-            plan = self._aimed(way, asked, is_again=before is not None)
+            plan = self._aimed(way, asked)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
@@ -143,15 +143,11 @@ class _Search:
                 return
             asked = following
 
-    def _aimed(self, way: Way, asked: float, is_again: bool) -> Plan:
-        """The plan to compile for what the planner is asked for: until one fits, one that leaves room if room is cheap.
-
-        After a miss, room may cost what a plan must spare to be worth a compile.
-        """
+    def _aimed(self, way: Way, asked: float) -> Plan:
+        """The plan to compile for what is asked: until one fits, one that leaves room where room is cheap."""
         if self.best is not None:
             return self.candidates.plan(way, asked, TUNING.least_slack)
-        spare = TUNING.compile_gain if is_again else TUNING.partition_gain
-        return self.candidates.roomier(way, asked, spare, TUNING.least_slack)
+        return self.candidates.roomier(way, asked, TUNING.least_slack)
 
     def may_try(self, plan: Plan) -> bool:
         """Whether a plan is worth a compile: none fits yet, or it is predicted to spare enough beside the best."""

@@ -65,7 +65,7 @@ class Candidates:
             plan = self.planner(chain, int(error.least_bytes * (1 + slack)))
         return plan if way.has_barriers else plan.replace(barriers=())
 
-    def roomier(self, way: Way, budget_bytes: float, spare: float, slack: float = 0.0) -> Plan:
+    def roomier(self, way: Way, budget_bytes: float, slack: float = 0.0) -> Plan:
         """The plan that needs least, among those that recompute hardly more than the planner's own for a budget.
 
         A plan that fills its budget to the last byte may overshoot it, and costs another compile then.
@@ -73,11 +73,11 @@ class Candidates:
         Args:
             way: The way.
             budget_bytes: The budget.
-            spare: How much more may be recomputed, as a share of a forward pass.
             slack: As for `plan`.
         """
         best = self.plan(way, budget_bytes, slack)
-        most, high, low = recomputed_share(best) + spare, predicted_bytes(best), budget_bytes / TUNING.prediction_error
+        most = recomputed_share(best) + TUNING.partition_gain
+        low, high = budget_bytes / TUNING.prediction_error, predicted_bytes(best)
         if high > budget_bytes:
             return best
         while high - low > TUNING.between_gap * budget_bytes:
