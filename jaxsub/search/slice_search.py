@@ -52,7 +52,11 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     search.run()
     if not search.plans:
         raise search.refusal()
-    best = min(search.plans, key=lambda plan: (round(recomputed_share(plan), 3), _n_slices(plan), _need(plan)))
+    is_asked = chunks is True
+    best = min(
+        search.plans,
+        key=lambda plan: (round(recomputed_share(plan), 3), 0 if is_asked else _n_slices(plan), _need(plan)),
+    )
     return search.beside_plain(best)
 
 
@@ -167,8 +171,13 @@ class _Search:
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
                 share = round(recomputed_share(plan) - (0.0 if runs else TUNING.compile_gain), 3)
-                if recomputed_share(plan) < most or (self.is_asked and not self.plans):
+                if recomputed_share(plan) < most or (self.is_asked and self._spares(plan)):
                     yield (False, is_slow, share, number), runs
+
+    def _spares(self, plan: Plan) -> bool:
+        """Whether a plan needs less than all found so far, and recomputes no more."""
+        return all(_need(plan) < _need(known) and recomputed_share(plan) <= recomputed_share(known)
+                   for known in self.plans)  # fmt: skip
 
     def _is_slow(self, runs: Runs) -> bool:
         """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
@@ -196,6 +205,8 @@ class _Search:
 
         What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
         """
+        if self.budget == Budget():
+            return runs
         with contextlib.suppress(InfeasibleBudgetError):
             less = _need(self._planned(runs, self._corrected(), True)) - _need(plan)
             room = Budget(max(1, int(self.n_bytes / TUNING.prediction_error) + less))

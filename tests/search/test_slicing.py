@@ -104,6 +104,16 @@ def test_slices_are_as_few_as_fit():
     assert few.measurement.temp_bytes <= 16 * 2**20
 
 
+@pytest.mark.parametrize("planner", ["optimal", "chen", "cheap", "recursive", "milp"])
+def test_every_planner_uses_slices_where_it_is_asked_to(planner):
+    """With `chunks=True` each planner executes the head in slices, without a budget too; else as the paper has it."""
+    plans = [jaxsub.plan(classify, HEAD, X, Y, planner=planner, chunks=chunks, verify=False)
+             for chunks in (True, "auto")]  # fmt: skip
+    assert [len(plan.slices) for plan in plans] == [1, 0]
+    sliced = jaxsub.sublinear(classify, plan=plans[0])
+    assert 4 * jaxsub.measure(sliced, HEAD, X, Y).temp_bytes < jaxsub.measure(classify, HEAD, X, Y).temp_bytes
+
+
 def test_convolutions_run_in_a_loop_on_a_cpu_only_where_nothing_else_fits():
     """XLA's CPU compiler makes gradients of convolutions slow in loops: recomputation that fits comes first."""
     kernels = [*KERNELS, *[jnp.asarray(RNG.normal(size=(3, 3, 32, 32)) / 9, jnp.float32)] * 3]
