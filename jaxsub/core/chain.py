@@ -84,7 +84,6 @@ class Stage:
         joined_bytes: Bytes of gradients that its backward pass adds to sums of later stages' gradients.
         summed_bytes: Bytes of all contributions to sums that are complete after its backward pass.
         summed_sizes: Bytes of gradients that are such sums: without barriers they are written when complete.
-        partial_bytes: The part of `keep_bytes` that is dead before its backward pass writes a gradient: split-K parts.
         operand_bytes: Bytes of the operands of contributions to such sums, where a GPU may compute them last.
         ahead_bytes: The part of `keep_bytes` that is live only because barriers separate stages that need equal zeros.
     """
@@ -109,7 +108,6 @@ class Stage:
     joined_bytes: int = 0
     summed_bytes: int = 0
     summed_sizes: tuple[int, ...] = ()
-    partial_bytes: int = 0
     operand_bytes: int = 0
     ahead_bytes: int = 0
 

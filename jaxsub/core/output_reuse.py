@@ -91,8 +91,6 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
             for place in range(run.start, run.stop):
                 stage = chain.stages[place]
                 yield from ((size, number, run.start - 1, False) for size in stage.keep_sizes)
-                if stage.partial_bytes:
-                    yield stage.partial_bytes, number, place, False
 
 
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:

@@ -215,7 +215,6 @@ class Pricer:
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),
-            0 if self._is_cpu or is_last else max(0, keep - dead_bytes - sum(sizes)),
             0 if self._is_cpu else operand_bytes(graph, start, stop),
             ahead,
         )  # fmt: skip

@@ -179,28 +179,25 @@ def test_a_gpu_makes_alike_zeros_together():
 
 
 def test_a_sum_hosts_until_it_is_begun():
-    """The gradient of a shared weight is written from its last reader on; or all at once, where a GPU adds up last.
-
-    Parts of a product are gone by then, even of that reader's.
-    """
+    """The gradient of a shared weight is written from its last reader on; or all at once, where a GPU adds up last."""
     program = lines(2)
     cuts = cut_choices(program)[0]
     n, size = len(cuts) - 1, 256 * 256 * 4
     assert [gradient_sizes(program.graph, *run) for run in pairwise(cuts)] == [()] * (n - 2) + [(size,)] * 2
-    stages = tuple(Stage(s, s + 1, keep_bytes=5, partial_bytes=5) for s in range(3))
+    stages = tuple(Stage(s, s + 1, keep_bytes=5, keep_sizes=(5,)) for s in range(4))
     joined = (
         replace(stages[0], summed_sizes=(8,), summed_bytes=16),
         replace(stages[1], joined_bytes=8),
         replace(stages[2], joined_bytes=8),
-        Stage(3, 4, gradient_sizes=(8,)),
+        replace(stages[3], gradient_sizes=(8,)),
     )
-    chain = Chain((*joined[:2], replace(joined[2], joined_bytes=0, gradient_sizes=(8,)), Stage(3, 4)), (), ())
-    assert hosted_bytes(chain, chain.plain()) == ((0, 0), (0, 0), (0, 5), (0, 0))
+    chain = Chain((*joined[:2], replace(joined[2], joined_bytes=0, gradient_sizes=(8,)), stages[3]), (), ())
+    assert hosted_bytes(chain, chain.plain()) == ((0, 0), (0, 0), (0, 0), (0, 5))
     chain = Chain(joined, (), ())
     assert hosted_bytes(chain, chain.plain()) == ((0, 0),) * 4
     assert hosted_bytes(unfenced(chain), chain.plain()) == ((0, 0),) * 4
     late = replace(chain, stages=tuple(replace(s, joined_bytes=2 * s.joined_bytes, operand_bytes=1) for s in joined))
-    assert hosted_bytes(unfenced(late), chain.plain()) == ((0, 5), (0, 0), (0, 0), (0, 0))
+    assert hosted_bytes(unfenced(late), chain.plain()) == ((0, 0), (0, 5), (0, 0), (0, 0))
 
 
 def test_a_gpu_may_add_up_last():
