@@ -267,14 +267,15 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget.
     """
     n_bytes, needed = budget.n_bytes, 0
+    refusals: list[InfeasibleBudgetError] = []
     for _ in range(TUNING.slice_corrections):
         try:
             plan = whole(with_slices(program, runs), budget, is_trusted)
-        except InfeasibleBudgetError as error:
+        except InfeasibleBudgetError as refused:
             is_all = [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
             if not is_all or n_bytes is None:
                 raise
-            refused = error
+            refusals.append(refused)
         else:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
             return plan.replace(fingerprint=program.fingerprint, slices=named(program, runs), plain_measurement=plain,
@@ -283,9 +284,9 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
         one = program_of_slice(program, runs[0])
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
         try:
-            inside = whole(one, Budget(max(1, needed - (refused.least_bytes - n_bytes))), True)
+            inside = whole(one, Budget(max(1, needed - (refusals[-1].least_bytes - n_bytes))), True)
         except InfeasibleBudgetError:  # its budget is that of a slice: report the whole program's
-            raise refused from None
+            raise refusals[-1] from None
         found = Inside(inside.segments, inside.barriers, inside.loops)
         runs, needed = (replace(runs[0], inside=found, extra_share=recomputed_share(inside)),), _need(inside)
-    raise refused
+    raise refusals[-1]
