@@ -33,7 +33,8 @@ class Tuning:
         much_less: What a plan inside a body, or one that writes out a loop, must need of the next best to be looked at.
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
-        partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers.
+        partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers. As
+            much may be recomputed for a plan that leaves room, until one fits.
         large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
         least_slack: A plan that needs this share more than the least may recompute far less.
         most_compiles: Whole programs that are compiled in one search.
@@ -43,7 +44,7 @@ class Tuning:
         budget_margin: Share of the budget to aim below it; without it the search creeps up on the budget.
         heavy_recompute: Where more than this share of a forward pass is recomputed, least plans of other partitions are
             tried that are predicted to need no more than
-        prediction_error: times the budget: by so much predictions err at worst.
+        prediction_error: times the budget: by so much predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
             compiler's packing of buffers adds as much to what is live.
@@ -53,7 +54,7 @@ class Tuning:
             by less than 30 % at worst (`examples/results/prediction`); of a few small layers by two thirds.
         between_compiles: Plans that are tried before a refusal, between what the least is predicted to need and what
             it does,
-        between_gap: where these are this share apart.
+        between_gap: where these are this share apart. Room below a budget is found to this share of it.
         bracket_share: The next quantity lies at least this share of a bracket away from its ends: a line that is nearly
             flat says little.
         bracket_leap: Without a slope, how many times larger the next quantity is at most.

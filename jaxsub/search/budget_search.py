@@ -49,7 +49,7 @@ class Effort:
 
     @property
     def gain_by_hand(self) -> float:
-        """What a plan by hand must spare: half of that, half a percent of the gradient's three forward passes."""
+        """What a plan by hand must spare to be compiled: half as much, by default .5 % of the gradient's FLOPs."""
         return self.gain / 2
 
 

@@ -70,6 +70,11 @@ class Settings:
     effort: str = "default"
     max_seconds: float | None = None
 
+    @property
+    def overrides(self) -> Mapping[str, int]:
+        """Counts by name, where `mirror` gives them."""
+        return self.mirror if isinstance(self.mirror, Mapping) else {}
+
     def __post_init__(self) -> None:
         other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
         if self.plan is not None and other:
@@ -178,8 +183,7 @@ class Planning:
             pricer = Pricer(program, self.target, self.store, self.step, settings.profile, data_share(*lying),
                             gathered_bytes(*lying), settings.offload)  # fmt: skip
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
-            overrides = settings.mirror if isinstance(settings.mirror, Mapping) else {}
-            planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), overrides))
+            planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))
             self.known[program.fingerprint] = verifier, planner, candidates
         return self.known[program.fingerprint]
@@ -188,7 +192,7 @@ class Planning:
         """Plan a program for a budget, as it stands; where told so, by prediction alone."""
         settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
         verifier.compiles = 0
-        overrides = settings.mirror if isinstance(settings.mirror, Mapping) else {}
+        overrides = settings.overrides
         if budget == Budget():
             plan = candidates.natural(verifying.usual_choices(program, candidates.choices))
             if settings.verify and not is_trusted:
@@ -201,7 +205,7 @@ class Planning:
         plan = verifier.pricer.timed(plan)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
-        return planner.bounded(plan) if settings.bound else plan
+        return planner.bounded(plan) if settings.bound and not is_trusted else plan
 
     def beside_plain(self, program: Program, plan: Plan) -> Plan:
         """A plan with what its program needs without it: measured if that is known, else predicted."""

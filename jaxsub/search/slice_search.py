@@ -105,7 +105,7 @@ class _Search:
 
     def run(self) -> None:
         """Plan what is predicted to recompute least: the program as it stands, or with a set of runs in slices."""
-        is_whole_first = self.budget.n_bytes is None or self.is_asked or self._whole_share() <= TUNING.little_recompute
+        is_whole_first = self.budget.n_bytes is None or self.is_asked or self._said()[0] <= TUNING.little_recompute
         if is_whole_first:
             self._try(WHOLE)
             if self.budget == Budget() and not self.is_asked:
@@ -133,20 +133,16 @@ class _Search:
         plain = self.plans[0].plain_measurement or self.plans[0].plain_prediction if self.plans else None
         return max(1, int((self.budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
 
-    def _whole_share(self) -> float:
-        """What the program without slices is predicted to recompute; infinite where it is predicted not to fit."""
+    def _said(self) -> tuple[float, int]:
+        """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
         try:
-            return recomputed_share(self.whole(self.program, self.budget, True))
-        except InfeasibleBudgetError:
-            return math.inf
+            return recomputed_share(self._planned(WHOLE, self.budget, True)), 0
+        except InfeasibleBudgetError as refused:
+            return math.inf, refused.least_bytes
 
     def _is_far(self) -> bool:
         """Whether the program without slices is predicted to need far more than the budget."""
-        try:
-            self.whole(self.program, self.budget, True)
-        except InfeasibleBudgetError as refused:
-            return refused.least_bytes > TUNING.plain_far * self.n_bytes
-        return False
+        return self._said()[1] > TUNING.plain_far * self.n_bytes
 
     def _may_err(self) -> bool:
         """Whether the program without slices may fit though it is predicted not to, and nothing found is better."""
