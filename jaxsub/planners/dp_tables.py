@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxsub.core.chain import Chain, Run
+from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.simulate import predict
 from jaxsub.planners.quantize import INFINITE, Choice, Costs, costs_of
 
 Single = tuple[Run, int, int, np.float32]  # a run without children, slots stored, least slots, FLOPs recomputed
@@ -134,11 +135,17 @@ class Tables:
     singles: tuple[tuple[Single, ...], ...]
     is_bounded: bool
     floor: int = -1
+    _replayed: dict[int, tuple[tuple[Run, ...], Prediction]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def unit_bytes(self) -> float:
         """Bytes of one slot."""
         return self.costs.unit_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tables themselves."""
+        return self.top.nbytes + sum(nests.extra.nbytes for nests in self.levels)
 
     def steps(self, most_bytes: float) -> np.ndarray:
         """List the slots, up to so many bytes, at which one slot fewer would recompute more, in rising order."""
@@ -149,6 +156,13 @@ class Tables:
     def runs(self, slots: int) -> tuple[Run, ...]:
         """Read the cheapest runs in so many slots back from the tables; there must be some."""
         return tuple(_top_runs(self, slots))
+
+    def replayed(self, slots: int) -> tuple[tuple[Run, ...], Prediction]:
+        """The cheapest runs in so many slots and what they cost in exact bytes; a search asks for many twice."""
+        if slots not in self._replayed:
+            runs = self.runs(slots)
+            self._replayed[slots] = runs, predict(self.costs.chain, runs)
+        return self._replayed[slots]
 
 
 def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = None,

@@ -37,7 +37,7 @@ RUNG = 0.8  # each scale's maximum over the one before: budgets get between this
 OVERLAP = 1.12  # near a rung both scales are searched, so that rounding cannot make a larger budget slower
 COARSER = 3  # times fewer, and as many for finding a scale
 BOUND_COST = 1.3  # the bound on nesting mostly raises the least peak by less than this factor
-KEPT_TABLES = 3  # scales whose tables are kept
+KEPT_BYTES = 3 * 2**28  # tables up to so many bytes are kept
 LOWEST = 4  # how many steps of the tables, from the lowest up, are replayed to find the least peak
 EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less, fewer regions compile sooner
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
@@ -186,7 +186,7 @@ class Solution:
         for (*key, filled_flops), tables in self._filled.items():
             if key == [rung, is_bounded, is_coarse, is_floored] and most_flops <= filled_flops:
                 return tables
-        while len(self._filled) >= KEPT_TABLES:
+        while sum(tables.n_bytes for tables in self._filled.values()) > KEPT_BYTES:
             self._filled.pop(next(iter(self._filled)))
         most_bytes = math.ceil(self._most_bytes(rung) * HEADROOM)
         is_long = is_coarse or (is_bounded and len(self.chain.stages) > TUNING.long_chain)
@@ -209,12 +209,12 @@ class Solution:
         for is_bounded in (False, True):
             above = most_bytes
             for tables, slots in self._levels(rung, most_bytes, points, least_bytes, stride, most_flops, is_bounded):
-                runs = tables.runs(slots)
+                runs, prediction = tables.replayed(slots)
                 if depth(runs) > self.max_depth:
                     most_bytes = above  # bounded tables may have steps of their own between two steps of deeper plans
                     break
                 above = slots * tables.unit_bytes
-                yield runs, predict(self.chain, runs), above
+                yield runs, prediction, above
             else:
                 return
 
@@ -252,8 +252,8 @@ class Solution:
         """List (predicted bytes, runs) of the lowest steps of a table that recompute no more than allowed."""
         most_flops *= 1 + FLOPS_ROUNDING
         steps = [m for m in map(int, tables.steps(math.inf)) if tables.top[0, m] <= most_flops]
-        found = [(predict(self.chain, runs), runs) for runs in map(tables.runs, steps[:LOWEST])]
-        return [(p.temp_bytes, runs) for p, runs in found if p.extra_flops <= most_flops]
+        found = map(tables.replayed, steps[:LOWEST])
+        return [(p.temp_bytes, runs) for runs, p in found if p.extra_flops <= most_flops]
 
 
 def _regions(runs: Sequence[Run]) -> int:
