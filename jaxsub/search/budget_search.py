@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
@@ -84,7 +84,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     search = _Search(verifier, candidates, budget_bytes, effort, began)
     ways = candidates.ranked(budget_bytes)
     for way in ways[:2]:
-        search.run(way, budget_bytes)
+        search.run(way, budget_bytes / search.error)
         if search.best is not None:
             break
     search.dare(ways)
@@ -113,6 +113,12 @@ class _Search:
     began: float
     best: Plan | None = None
     least_seen: Plan | None = None
+    errors: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """By what factor even the best of the predictions so far was too low; 1 where one was not."""
+        return max(1.0, min(self.errors, default=1.0))
 
     def dare(self, ways: Sequence[Way]) -> None:
         """Try least plans that are predicted not to fit, where what fits recomputes much."""
@@ -166,6 +172,7 @@ class _Search:
         """Measure a plan and keep it if it is the best that fits."""
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
+        self.errors.append(measurement.temp_bytes / max(predicted_bytes(plan), 1))
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement
@@ -210,7 +217,7 @@ class _Search:
         near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
         tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
         for number, (way, slack) in enumerate(tries[: TUNING.least_compiles]):
-            if number and self._is_far(found[0][0]):
+            if number and (self._is_far(found[0][0]) or not self._is_near(found[0][0])):
                 return
             plan = self.candidates.plan(way, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
@@ -218,12 +225,16 @@ class _Search:
                 self.least_seen = plan
             if self.best is not None:
                 return
-        if not self._is_far(found[0][0]):
+        if not self._is_far(found[0][0]) and self._is_near(found[0][0]):
             self._between_leasts(near[0])
 
     def _is_far(self, least_bytes: int) -> bool:
         """Whether the least, as predicted or as seen, is further above the budget than predictions err."""
         return max(least_bytes, _needed(self.least_seen)) > TUNING.plain_far * self.budget_bytes
+
+    def _is_near(self, least_bytes: int) -> bool:
+        """Whether the least needs about what is predicted: else larger plans are predicted too small as well."""
+        return _needed(self.least_seen) <= TUNING.prediction_error * least_bytes
 
     def may_be_plain_below(self) -> int:
         """For what budget the plain program may be as good as all that was found; 0 where it is no better.

@@ -161,7 +161,7 @@ def test_where_much_is_recomputed_a_least_that_is_predicted_too_large_is_tried()
     assert fitted(1.0, ((1.3, 0.92, 0.6),), ways[1])[1:] == (1.2, 1)
 
 
-PACKED = ((0.8, 0.97, 1.14), (0.9, 1.05, 0.5)), ((0.85, 0.93, 1.0),)
+PACKED = ((0.8, 0.95, 1.14), (0.9, 1.05, 0.5)), ((0.85, 0.93, 1.0),)
 """The least of the first way is predicted lower than that of the second, but packed worse."""
 
 
@@ -169,7 +169,7 @@ def test_the_least_is_of_all_ways_to_cut():
     """It is what the compiler says is least, not what is predicted to be, and no plan of a larger budget needs less."""
     assert fitted(0.7, *PACKED)[:2] == (0.93, None)
     assert fitted(0.93, *PACKED)[:2] == (0.93, 1.0)
-    assert fitted(0.7, PACKED[0], ((0.95, 0.9, 1.0),))[:2] == (0.97, None)  # not expected to be least
+    assert fitted(0.7, PACKED[0], ((0.95, 0.9, 1.0),))[:2] == (0.95, None)  # not expected to be least
 
 
 def test_the_last_bytes_are_not_bought_dearly():
@@ -181,17 +181,27 @@ def test_the_last_bytes_are_not_bought_dearly():
 
 def test_what_needs_less_than_the_least_that_was_predicted_is_named():
     """Packing may add much to the least and nothing to a larger plan: what needs less is looked for between them."""
-    between = (0.8, 0.97, 3.1), (0.86, 0.99, 1.5), (0.9, 0.9, 0.6)
+    between = (0.8, 0.95, 3.1), (0.86, 0.99, 1.5), (0.9, 0.9, 0.6)
     assert fitted(0.7, between)[:2] == (0.9, None)
     assert fitted(0.9, between)[:2] == (0.9, 0.6)
     assert fitted(0.7, ((0.8, 0.807, 3.1), (0.803, 0.803, 0.6)))[::2] == (0.807, 1)  # hardly apart
+    far = (0.8, 1.0, 3.1), *between[1:]  # no packing, but a prediction that errs
+    assert fitted(0.7, far) == (1.0, None, 1)
+    assert fitted(1.0, far)[0] <= 1.0
 
 
 def test_asking_for_less_ends_where_it_does_not_help():
     """What one stage needs by itself holds the peak: a plan that was predicted to need less needs as much."""
     rows = tuple((share, 1.1, 1.5 - share) for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0))
-    assert fitted(1.0, rows) == (1.1, None, 4)
+    assert fitted(1.0, rows) == (1.1, None, 3)
     assert fitted(1.0, ((0.75, 0.99, 0.6), (0.86, 1.09, 0.4), (0.98, 1.1, 0.2))) == (0.99, 0.6, 3)
+
+
+def test_another_partition_is_asked_for_as_much_less_as_predictions_erred():
+    """It is compiled only where it would fit if its prediction erred by no more than the best one so far."""
+    errs = (0.9, 1.2, 0.5), (1.0, 1.3, 0.4)
+    assert fitted(1.0, errs, ((0.8, 1.1, 0.6), (0.95, 1.3, 0.45))) == (1.1, None, 2)
+    assert fitted(1.0, errs, ((0.7, 0.95, 0.6), (0.95, 1.3, 0.45))) == (0.95, 0.6, 2)
 
 
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
