@@ -14,6 +14,7 @@ import pytest
 
 import jaxsub
 
+pytestmark = pytest.mark.once
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
 core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain passes output_reuse
