@@ -14,6 +14,7 @@ import pytest
 
 import jaxsub
 
+pytestmark = pytest.mark.once
 ROOT = Path(jaxsub.__file__).parent.parent
 
 WORDS = {

@@ -28,7 +28,7 @@ from jaxsub.core.steps import Holding, Steps
 from jaxsub.core.stored import Stored
 from jaxsub.core.timeline import StageTimeline, stage_timeline
 
-DIGITS = 12  # hexadecimal, for each equation: two of some thousands are hardly ever alike by chance
+DIGITS = 4  # hexadecimal, for each equation: they say where a program differs, its fingerprint that it does
 MOST_NODES = 2**24  # larger programs are not traced in an hour: a plan that says so is damaged
 MOST_FAULTS = 8  # how many faults of a plan are named
 

@@ -18,7 +18,7 @@ from jaxsub.emission.folding import in_slices
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.order import first_difference, ordered_as
+from jaxsub.jaxpr.differences import first_difference
 from jaxsub.jaxpr.trace import Program
 
 
@@ -47,7 +47,6 @@ def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
         >>> [round(float(y), 4) for y in emit(program, plan)(1.0)]
         [0.7456]
     """
-    program = ordered_as(program, plan)
     check(program, plan)
     program, plan = in_slices(program, plan)
     return with_regions(with_loops(program, plan.loops), plan.segments, plan.barriers)

@@ -87,7 +87,7 @@ class Program:
         return tuple(v.aval for v in self.invars)
 
     def with_eqns(self, eqns: Sequence[Any]) -> Program:
-        """Replace the equations by others, or by its own in another order, that make the same outputs."""
+        """Replace the equations by others that make the same outputs."""
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
         made = program_of(list(eqns), list(self.invars), list(self.outvars), list(self.consts),
                           set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip

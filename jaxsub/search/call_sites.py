@@ -18,7 +18,6 @@ import jax
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.order import ordered_as
 from jaxsub.jaxpr.trace import Program, as_wide_as
 from jaxsub.search.pipeline import Settings, can_plan, make_plan, untouched
 
@@ -66,9 +65,6 @@ class Trial:
 
     def plan(self, name: str, program: Program, settings: Settings) -> Plan:
         """Take note of a function and give it its plan."""
-        if self.are_given:  # in the order of the plan that is given, which a library may have changed
-            known = (ordered_as(program, plan) for plan in self.plans.values())
-            program = next((p for p in known if p.fingerprint in self.plans), program)
         key = program.fingerprint
         if key not in self.sites:
             chosen = replace(settings, target=self.target if settings.target is None else settings.target)

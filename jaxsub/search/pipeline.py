@@ -27,7 +27,6 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.order import ordered_as
 from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.planners import Planner, get
@@ -101,7 +100,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     its gradient is taken.
     """
     if settings.plan is not None:
-        return require_belonging(ordered_as(program, settings.plan), settings.plan)
+        return require_belonging(program, settings.plan)
     if settings.mirror is not None and not isinstance(settings.mirror, Mapping):
         return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):

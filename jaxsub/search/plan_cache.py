@@ -1,10 +1,10 @@
 """The plan cache: finished plans on disk, which another process finds without tracing or compiling a stage.
 
 In goes a traced program and what was asked for; out comes the plan that was made for that before, or nothing. The key
-holds the program's fingerprint, in whatever order its equations stand (`jaxsub.jaxpr.order`), the budget, the planner
-and its settings, the target, the versions of JAX, and a digest of this package's own code: what is found is what
-planning would find. A planner of the user's own runs every time, since its dependencies are unknown. Source lines are
-no part of a fingerprint, so labels are written when a plan is found.
+holds the program's fingerprint, the budget, the planner and its settings, the target, the versions of JAX, and a digest
+of this package's own code: what is found is what planning would find. A planner of the user's own runs every time,
+since its dependencies are unknown. Source lines are no part of a fingerprint, so labels are written when a plan is
+found.
 
 A plan that is found is fully checked before it is used: its types (`jaxsub.core.codec`), its figures (`Plan.faults`),
 what it does to the program (`jaxsub.search.belonging`), and, where plans are measured, that what it does was measured
@@ -23,7 +23,6 @@ from jaxsub.emission.emit import check
 from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.identity import of_jax
-from jaxsub.jaxpr.order import equation_digests, ordered_as, unordered_fingerprint
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
@@ -35,7 +34,7 @@ def plan_key(program: Program, planner: Planner, target: Target, asked: str) -> 
     if not type(planner).__module__.startswith("jaxsub.planners."):
         return None
     is_mapped = str(compat.names_axes(program.traced))
-    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", unordered_fingerprint(program),
+    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint,
                   repr(planner), is_mapped, asked)  # fmt: skip
 
 
@@ -59,7 +58,6 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
     plan: Plan | None = store.get(key, Plan)
     if plan is None or plan.faults():
         return None
-    program = ordered_as(program, plan)
     try:
         check(program, plan)
     except (PlanMismatchError, UnsupportedError):
@@ -69,7 +67,7 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
     folded, bare = in_slices(program, plan)
     named = finish(folded, bare, plan.budget)
     anew = ("holdings", "timeline", "plain_timeline", "budget", "policy_names")
-    return plan.replace(equations=equation_digests(program), **{name: getattr(named, name) for name in anew})
+    return plan.replace(**{name: getattr(named, name) for name in anew})
 
 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:

@@ -20,7 +20,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_of_slice, with_slices
-from jaxsub.jaxpr.order import equation_digests
+from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.sliceable import named

@@ -25,8 +25,8 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
+from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.identity import of_jax
-from jaxsub.jaxpr.order import equation_digests, ordered_as
 from jaxsub.jaxpr.shardings import constrain, placed
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
@@ -182,7 +182,7 @@ def peak_line(program: Program, plan: Plan) -> str:
     """Where the peak of a plan is expected, with the user's line; empty where that is not known."""
     if plan.prediction is None or not plan.barriers:
         return ""
-    program, starts = ordered_as(program, plan), [0, *plan.barriers]
+    starts = [0, *plan.barriers]
     at = min(plan.prediction.peak_at, len(starts) - 1)
     nodes = program.graph.nodes[starts[at] : (*starts, len(program.eqns))[at + 1]]
     return (f" The peak is near `{nodes[0].primitive}` at {nodes[0].source}." if nodes[0].source else "") + _whole(
@@ -201,7 +201,6 @@ def _whole(nodes: Sequence[Node]) -> str:
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     """Put the budget and the saved values, in words, into a plan."""
-    program = ordered_as(program, plan)
     named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
     told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program),

@@ -17,7 +17,7 @@ from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import PlanMismatchError, VerificationError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.step_plan import StepPlan
-from jaxsub.jaxpr.order import first_difference
+from jaxsub.jaxpr.differences import first_difference
 from jaxsub.search.belonging import require_belonging
 from jaxsub.search.call_sites import Site
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import os
 import time
@@ -30,7 +31,6 @@ from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.identity import of_jax
-from jaxsub.jaxpr.order import equation_digests, unordered_digest, unordered_fingerprint
 from jaxsub.jaxpr.shardings import spans_devices
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
@@ -285,19 +285,16 @@ class Step(Wrapped[P, R]):
         sizing = self.sizing(args, kwargs, told)
         n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
         best = self._found(sizing, n_bytes)
-        if sizing.first.is_alike and best in (None, sizing.first):
-            sizing, best = self.sizing(args, kwargs, told, may_be_alike=False), None
         plain = sizing.first.measurement
         if best is None:
             best = sizing.run(n_bytes)
             if best is None and sizing.first.updates.can_more:  # a backward pass more, which no plan costs
-                sizing = self.sizing(args, kwargs, told, may_be_alike=False, passes=2)
+                sizing = self.sizing(args, kwargs, told, passes=2)
                 best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
                 raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
             for key, plan in best.plans.items():
-                digests = plan.equations or equation_digests(best.trial.sites[key].program)
-                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan.replace(equations=digests))
+                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
         held = self._held(sizing.first, args, kwargs)
         return best, report(n_bytes, plain, best, held, len(sizing.attempts), open_store(self._cache))
 
@@ -328,22 +325,21 @@ class Step(Wrapped[P, R]):
         return attempt if attempt.measurement.step_bytes <= n_bytes else None
 
     def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
-        target, site = sizing.target, sizing.first.trial.sites[fingerprint]
-        asked = repr(attrgetter("planner", "verify", "profile", "budget")(site.settings))
+        target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
+        asked = repr(attrgetter("planner", "verify", "profile", "budget")(settings))
         return key_of("step's plan", code_digest(), of_jax(), target.name, target.spec or "",
-                      sizing.first.digest, str(n_bytes), unordered_fingerprint(site.program), asked)  # fmt: skip
+                      sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None], *,
-               may_be_alike: bool = True, passes: int = 1) -> Sizing:  # fmt: skip
+               passes: int = 1) -> Sizing:  # fmt: skip
         """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
         target = get_target(self.target)
 
-        def compile_trial(trial: Trial, *, may_be_alike: bool = False) -> Attempt:
+        def compile_trial(trial: Trial) -> Attempt:
             told("the whole step")
-            return self.compile(trial, args, kwargs, may_be_alike=may_be_alike, passes=passes)
+            return self.compile(trial, args, kwargs, passes=passes)
 
-        first = compile_trial(Trial(target), may_be_alike=may_be_alike)
-        return Sizing(first, compile_trial, target, open_store(self._cache), told,
+        return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told,
                       is_spread=target.n_devices > 1 or spans_devices((args, kwargs, self._shardings)))  # fmt: skip
 
     def _n_bytes(self, first: Attempt) -> int:
@@ -364,9 +360,9 @@ class Step(Wrapped[P, R]):
         self._jitted(trial).trace(*args, **kwargs)
         return trial.sites
 
-    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_alike: bool = False,
+    def compile(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any], *,
                 passes: int = 1) -> Attempt:  # fmt: skip
-        """Compile the step under a trial's plans, unless that is on disk, of another order of operations perhaps."""
+        """Compile the step under a trial's plans, unless what comes out of that is on disk."""
         start, target, store = time.perf_counter(), trial.target, open_store(self._cache)
         updates = Findings.on(target.platform, target.n_devices, passes)
         jitted = self._jitted(trial, updates, is_here=target.is_present)
@@ -377,17 +373,15 @@ class Step(Wrapped[P, R]):
             lowered = jitted.lower(*args, **kwargs) if target.is_present else None
             text = lowered.as_text() if lowered is not None else lowered_text(jitted, args, target, kwargs)
             options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
-            digest = unordered_digest(text)
-            keys = [key_of("step", target.name, target.spec or "", repr(options), said) for said in (text, digest)]
-            found = recalled(store, keys[0], target)
-            is_alike = found is None and may_be_alike and (found := recalled(store, keys[1], target)) is not None
+            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            key = key_of("step", target.name, target.spec or "", repr(options), digest)
+            found = recalled(store, key, target)
             if found is None:
                 quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
                 compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
-                for key in keys:
-                    store.put(key, found)
-        return Attempt(trial, found, jitted, digest, updates, is_alike)
+                store.put(key, found)
+        return Attempt(trial, found, jitted, digest, updates)
 
     def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)

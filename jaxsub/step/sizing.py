@@ -40,9 +40,8 @@ class Attempt:
         trial: Its plans, and the functions that were found in it.
         measurement: What the compiler allocates for it.
         run: What can be called: the step under `jax.jit`.
-        digest: A digest of what was compiled, the same in whatever order its operations stand.
+        digest: A digest of what was compiled.
         updates: Which updates run inside the backward scans.
-        is_alike: Whether what was measured had its operations in another order.
     """
 
     trial: Trial
@@ -50,7 +49,6 @@ class Attempt:
     run: Any
     digest: str = ""
     updates: Findings = field(default_factory=Findings)
-    is_alike: bool = False
 
     @property
     def plans(self) -> dict[str, Plan]:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxsub
 
+pytestmark = pytest.mark.once
 RIGHT = """\
 from collections.abc import Callable
 

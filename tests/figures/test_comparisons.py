@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 import jaxsub
 from jaxsub.core.measurement import Measurement
 
+pytestmark = pytest.mark.once
 EXAMPLES = Path(jaxsub.__file__).parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("", "paper", "peers", "league", "benchmarks")]
 

@@ -16,6 +16,7 @@ from gauntlet import PROGRAMS, SMALL, Built
 from gauntlet.run import row, run_apart, summary
 from gauntlet.trial import again, difference, first, merged, within
 
+pytestmark = pytest.mark.once
 HERE = Path(__file__).parent
 PACKAGES = {"haiku": "dm-haiku", "e3nn_jax": "e3nn-jax"}
 """What is installed under another name than it is imported by."""

@@ -17,7 +17,10 @@ from test_show import PLANS
 import jaxsub
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to lay the cards out")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to lay the cards out"),
+    pytest.mark.once,
+]
 
 PROBE = Path(__file__).with_name("probe.js").read_text("utf-8")
 TOO_WIDE = (
