@@ -90,10 +90,9 @@ def by_xla(size: Size, target: str, path: Path, key: str) -> dict[str, Any]:
 
     FLOPs are those of the program that XLA is given: what it recomputes by itself is not in them.
     """
-    fun, args, found = loss_of(size), arguments(size, target), load(path)[key]
-    plain = jaxsub.measure(fun, *args, target=target)
-    device = get_target(target)
-    n_bytes = int((plain.argument_bytes + plain.output_bytes + found["bytes"]) / XLA_SHARE)
+    fun, args, device = loss_of(size), arguments(size, target), get_target(target)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args)) / device.n_devices
+    n_bytes = int((2 * weights + load(path)[key]["bytes"]) / XLA_SHARE)  # weights, and gradients of their size
     spec = re.sub(r"device_memory_size: \d+", f"device_memory_size: {n_bytes}", str(device.spec))
     return figures(jaxsub.measure(fun, *args, target=replace(device, spec=spec)), fun, args, target)
 
