@@ -43,7 +43,7 @@ from jaxsub.jaxpr.flops import jaxpr_flops  # noqa: E402
 
 GIB, TOLERANCE = 2**30, 0.005
 OURS = "jaxsub at "
-XLA, XLA_SHARE = "XLA's rematerialisation", 0.76
+XLA, XLA_SHARE = "XLA's own rematerialisation", 0.76
 """XLA rematerialises where a program needs more than this share of its device (80 % less a slop of 5 %)."""
 QUICK = (PLAIN, WHOLE, "maxtext save_qkv_proj")
 
@@ -162,8 +162,11 @@ def _ours_words(cell: dict[str, Any] | None, by_hand: dict[str, Any], plain: flo
 def draw(measured: Measured, path: Path) -> None:
     """Draw a panel a model: policies as points, `jaxsub` as a line."""
     found = groups(measured)
-    figure, axes = plt.subplots(1, len(found), figsize=(7.5 * len(found), 4.8), squeeze=False, layout="constrained")
-    for ax, ((name, target), group) in zip(axes[0], found.items(), strict=True):
+    n_rows = -(-len(found) // 2)
+    figure, axes = plt.subplots(n_rows, 2, figsize=(15, 4.8 * n_rows), squeeze=False, layout="constrained")
+    for ax in axes.flat[len(found) :]:
+        ax.remove()
+    for ax, ((name, target), group) in zip(axes.flat, found.items(), strict=False):
         plain = group[PLAIN]["flops"]
         hands = [(policy, cell) for policy, cell in group.items() if not policy.startswith(OURS)]
         line = sorted((c["bytes"], c["flops"]) for p, c in group.items() if p.startswith(OURS) and "flops" in c)
