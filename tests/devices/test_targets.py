@@ -219,8 +219,10 @@ def test_arguments_are_per_device():
     x = jax.ShapeDtypeStruct((1024, 64), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
     measured = measure_compiled(gradient(), (x, SMALL[1]), target)
     assert measured.argument_bytes == 1024 * 64 * 4 // 8 + 2 * 64 * 64 * 4
-    with pytest.raises(ValueError, match='target="h100:8"'):
+    with pytest.raises(UnsupportedError, match='target="h100:8"'):
         measure_compiled(gradient(), (x, SMALL[1]), get_target("h100"))
+    with pytest.raises(UnsupportedError, match=r'over 8 devices.*`h100:4` has 4.*target="h100:8"'):
+        jaxsub.plan(lambda w, x: jax.numpy.tanh(x @ w).sum(), SMALL[1][0], x, target="h100:4", verify=False)
 
 
 @needs_packages
