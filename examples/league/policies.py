@@ -52,7 +52,7 @@ SIZES = {
     "llama2-7b": Size(**LLAMA_7B, batch=4, length=4096),
     "llama2-7b unscanned": Size(**LLAMA_7B, batch=4, length=4096, is_scanned=False),
     "llama3-8b": Size(4096, 32, 32, 8, 128, 14336, 128_256, batch=2, length=8192),
-    "gemma2-9b": Size(3584, 42, 16, 8, 256, 14336, 256_128, batch=2, length=4096),
+    "gemma2-9b": Size(3584, 42, 16, 8, 256, 14336, 256_128, batch=2, length=4096, attention="xla"),
     "mixture of 8": Size(2048, 16, 16, 8, 128, 4096, 32_000, batch=4, length=4096, experts=8),
     "toy": Size(64, 4, 4, 2, 16, 192, 2048, batch=2, length=64, attention="xla"),
 }
