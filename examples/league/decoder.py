@@ -44,7 +44,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
     wrapped = _wrapped(layer, policy, size.is_scanned)
 
     def loss(weights: Weights, tokens: jax.Array) -> jax.Array:
-        x = weights["words"].astype(jnp.bfloat16)[tokens]
+        x = weights["words"].astype(size.dtype)[tokens]
         if policy == NESTED and size.is_scanned:
             x = _nested(wrapped, x, weights["layers"], size.layers)
         elif size.is_scanned:
@@ -53,7 +53,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
             for w in weights["layers"]:
                 x = wrapped(x, w)
         x = rms_norm(x, weights["norm"])
-        logits = (x @ weights["head"].astype(jnp.bfloat16)).astype(jnp.float32)[:, :-1]
+        logits = (x @ weights["head"].astype(size.dtype)).astype(jnp.float32)[:, :-1]
         hits = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - hits)
 
@@ -62,7 +62,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
 
 def decoder_layer(size: Size, x: jax.Array, w: Weights) -> jax.Array:
     """One layer."""
-    w = {name: a if name.startswith("norm") else a.astype(jnp.bfloat16) for name, a in w.items()}
+    w = {name: a if name.startswith("norm") else a.astype(size.dtype) for name, a in w.items()}
     x = checkpoint_name(x, "decoder_layer_input")
     y = rms_norm(x, w["norm_0"])
     query = checkpoint_name(rotated(jnp.einsum("bte,ehd->bthd", y, w["query"])), "query_proj")

@@ -5,7 +5,8 @@ A training step of Llama-3.2-1B's sizes, batch 4 x 4096, is planned for all that
     jaxsub plan examples/league/devices.py:step --args examples/league/devices.py:state --step --donate 0
         --budget device --target v100,a100,h100,h200 --json "plan-{target}.json"
 
-A plan is loaded by `jaxsub.jit(step, plan="plan-h100.json")`. Attention is XLA's: cuDNN's runs on an A100 or newer.
+A plan is loaded by `jaxsub.jit(step, plan="plan-h100.json")`. Attention is XLA's,
+compute f16: cuDNN's attention and bf16 need an A100 or newer.
 Nothing is executed; needs `pip install "jaxsub[targets]"`.
 """
 
@@ -18,7 +19,7 @@ from policies import SIZES
 
 import jaxsub
 
-SIZE = replace(SIZES["llama3.2-1b"], attention="xla")
+SIZE = replace(SIZES["llama3.2-1b"], attention="xla", dtype="float16")
 planned = jaxsub.sublinear(loss_of(SIZE))
 
 

@@ -44,6 +44,7 @@ class Size:
     is_scanned: bool = True
     attention: str = "cudnn"
     experts: int = 0
+    dtype: str = "bfloat16"
 
 
 LLAMA_7B = dict(width=4096, layers=32, heads=32, kv_heads=32, head_width=128, mlp=11008, words=32_000)

@@ -121,7 +121,7 @@ def cross_compile(
     answer = _helpers(os.getpid()).ask(request, program)
     if "error" in answer:
         raise UnsupportedError(
-            f"XLA cannot compile this program for the absent `{target.name}`: {answer['error']}"
+            f"XLA cannot compile this program for the absent `{target.name}`: {_in_short(answer['error'])}"
             f"{FOREIGN_CALL if NO_HANDLER in answer['error'] else ''}"
         )
     return CrossCompiled(**answer, flops=flops)
@@ -212,6 +212,13 @@ def _lowered_here(jitted: Any, args: tuple[Any, dict[str, Any]], target: Target,
 
     shapes, named = jax.tree.map(placed, args)
     return jitted.lower(*shapes, **named)
+
+
+def _in_short(error: str) -> str:
+    """XLA's error with the first line of source that it suspects: the rest is how we came there."""
+    said, _, places = error.partition("Suspected Python Code Location:")
+    first = places.strip().split("\n")[0].strip()
+    return f"{said.strip()} ({first})" if first else said.strip()
 
 
 def _next_step(error: Exception) -> str:
