@@ -1,6 +1,6 @@
 """One command in place of a table of policies for each kind of device that somebody keeps by hand.
 
-A training step of Llama-3.2-1B's sizes, batch 2 x 4096, is planned for all that each device has (one line):
+A training step of Llama-3.2-1B's sizes, one sequence of 4096, is planned for all that each device has (one line):
 
     jaxsub plan examples/league/devices.py:step --args examples/league/devices.py:state --step --donate 0
         --budget device --target v100,a100,h100,h200 --json "plan-{target}.json"
@@ -19,7 +19,7 @@ from policies import SIZES
 
 import jaxsub
 
-SIZE = replace(SIZES["llama3.2-1b"], attention="xla", dtype="float16", batch=2)
+SIZE = replace(SIZES["llama3.2-1b"], attention="xla", dtype="float16", batch=1)
 planned = jaxsub.sublinear(loss_of(SIZE))
 
 
