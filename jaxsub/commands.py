@@ -36,6 +36,7 @@ EXAMPLES = """
 Examples:
   jaxsub plan mypkg.train:loss --args mypkg.train:example_args --budget 8GiB --target h100
   jaxsub plan train.py:loss --args train.py:example_args --budget 0.4 --html plan.html
+  jaxsub plan train.py:step --args train.py:example_state --step --budget device --target v100,a100,h100,h200
   jaxsub plan train.py:step --args train.py:example_state --step --check --max-memory 24GiB --json -
   jaxsub explain mypkg.train:loss --args mypkg.train:example_args
   jaxsub frontier mypkg.train:loss --args mypkg.train:example_args --plot frontier.png
@@ -87,33 +88,60 @@ def main() -> None:
 @click.option("--budget", help="8GiB, 512MB, a number of bytes, or a fraction such as 0.4 of what it needs now.")
 @click.option("--planner", default="auto", show_default=True, help=f"One of {', '.join(planner_names())}.")
 @click.option("--verify/--no-verify", default=None, help="Compile the plan and measure it, or trust predictions.")
-@click.option("--step", "is_step", is_flag=True, help="FUNCTION is a whole step: --budget is for all of it.")
+@click.option("--step", "is_step", is_flag=True, help="FUNCTION is a whole step: --budget, or `device`, is for it all.")
 @click.option("--donate", help="Arguments that a step donates: 0 or 0,1; else those of its own jax.jit.")
 @click.option("--max-memory", help="What arguments, outputs and temporaries may take together, such as 24GiB.")
 @click.option("--check", is_flag=True, help="Say in a line whether --max-memory is kept; if not, exit with 1.")
 @_json_option
 @_html_option
-def plan(function: str, arguments: str, target: str | None, argnums: str | None, budget: str | None, planner: str,
-         verify: bool | None, is_step: bool, donate: str | None, max_memory: str | None, check: bool,
-         json_path: str | None, html_path: str | None) -> None:  # fmt: skip
-    """Plan the gradient of FUNCTION, or with --step all of it, within a budget, and print the plan."""
+def plan(target: str | None, json_path: str | None, html_path: str | None, **given: Any) -> None:
+    """Plan the gradient of FUNCTION, or with --step all of it, within a budget, and print the plan.
+
+    Of several targets, as in --target v100,a100,h100,h200, the plan for each; {target} in paths is then its name.
+    """
+    targets = [_target(name) for name in (target.split(",") if target else (None,))]
+    for path in (json_path, html_path) if len(targets) > 1 else ():
+        if path and "{target}" not in path:
+            raise click.UsageError(f"several targets need several files: write '{{target}}' in {path!r}.")
+    codes = []
+    for one in targets:
+        paths = [path and path.replace("{target}", one.name) for path in (json_path, html_path)]
+        if len(targets) == 1:
+            codes.append(_plan(one, *paths, **given))
+            continue
+        click.echo(f"{one.name}:")
+        try:
+            codes.append(_plan(one, *paths, **given))
+        except click.ClickException as error:
+            if isinstance(error, click.UsageError):
+                raise
+            error.show(sys.stdout)
+            codes.append(error.exit_code)
+    sys.exit(max(codes))
+
+
+def _plan(target: Target, json_path: str | None, html_path: str | None, *, function: str, arguments: str,
+          argnums: str | None, budget: str | None, planner: str, verify: bool | None, is_step: bool,
+          donate: str | None, max_memory: str | None, check: bool) -> int:  # fmt: skip
+    """Plan for one target, print and write the plan; the exit code."""
     with _friendly():
         limit = _limit(max_memory, check)
         fun, args = _load(function), _arguments(arguments)
         try:
             if is_step:
-                made: Plan | StepPlan = _fitted(fun, args, budget or max_memory, _target(target), donate).plan(*args)
+                made: Plan | StepPlan = _fitted(fun, args, budget or max_memory, target, donate).plan(*args)
             else:
                 made = make_plan(fun, *args, budget=budget, planner=planner, verify=True if check else verify,
-                                 target=_target(target), argnums=_argnums(argnums))  # fmt: skip
+                                 target=target, argnums=_argnums(argnums))  # fmt: skip
         except InfeasibleBudgetError as error:
             if check:
                 _verdict(limit, error.least_bytes, {}, json_path)
             raise
     if check:
         taken = made.measurement.step_bytes if made.measurement is not None else 0
-        sys.exit(_verdict(limit, taken, made.metrics(), json_path))
+        return _verdict(limit, taken, made.metrics(), json_path)
     _show(made, html_path, json_path, made.to_json)
+    return 0
 
 
 def _limit(max_memory: str | None, check: bool) -> int:

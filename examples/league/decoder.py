@@ -1,6 +1,7 @@
 """A decoder layer as MaxText writes it, with its `checkpoint_name`s, in a stack with a loss over all words.
 
-bf16 compute, f32 weights; RMSNorm, RoPE, grouped queries, SiLU-gated MLP, untied head, `logsumexp` of f32 logits.
+bf16 compute, f32 weights; RMSNorm, RoPE, grouped queries, SiLU-gated MLP or a mixture of them, untied head,
+`logsumexp` of f32 logits.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from policies import JAX, NAMES, NESTED, PLAIN, WHOLE, Size
 
 Weights = dict[str, Any]
+BEST, CAPACITY = 2, 1.25
+"""Of a mixture: to how many experts a token goes, and for how many times an even share of tokens each has room."""
 
 
 def shapes(size: Size) -> tuple[Weights, jax.ShapeDtypeStruct]:
@@ -22,6 +25,8 @@ def shapes(size: Size) -> tuple[Weights, jax.ShapeDtypeStruct]:
         "norm_0": (e,), "query": (e, size.heads, d), "key": (e, size.kv_heads, d), "value": (e, size.kv_heads, d),
         "out": (size.heads, d, e), "norm_1": (e,), "wi_0": (e, size.mlp), "wi_1": (e, size.mlp), "wo": (size.mlp, e),
     }  # fmt: skip
+    if size.experts:
+        layer |= {name: (size.experts, *layer[name]) for name in ("wi_0", "wi_1", "wo")} | {"gate": (e, size.experts)}
     front = (size.layers,) if size.is_scanned else ()
     one = {name: jax.ShapeDtypeStruct((*front, *shape), "float32") for name, shape in layer.items()}
     weights = {
@@ -39,7 +44,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
     wrapped = _wrapped(layer, policy, size.is_scanned)
 
     def loss(weights: Weights, tokens: jax.Array) -> jax.Array:
-        x = weights["words"].astype(jnp.bfloat16)[tokens]
+        x = weights["words"].astype(size.dtype)[tokens]
         if policy == NESTED and size.is_scanned:
             x = _nested(wrapped, x, weights["layers"], size.layers)
         elif size.is_scanned:
@@ -48,7 +53,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
             for w in weights["layers"]:
                 x = wrapped(x, w)
         x = rms_norm(x, weights["norm"])
-        logits = (x @ weights["head"].astype(jnp.bfloat16)).astype(jnp.float32)[:, :-1]
+        logits = (x @ weights["head"].astype(size.dtype)).astype(jnp.float32)[:, :-1]
         hits = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - hits)
 
@@ -57,7 +62,7 @@ def loss_of(size: Size, policy: str = PLAIN) -> Callable[[Weights, jax.Array], j
 
 def decoder_layer(size: Size, x: jax.Array, w: Weights) -> jax.Array:
     """One layer."""
-    w = {name: a if name.startswith("norm") else a.astype(jnp.bfloat16) for name, a in w.items()}
+    w = {name: a if name.startswith("norm") else a.astype(size.dtype) for name, a in w.items()}
     x = checkpoint_name(x, "decoder_layer_input")
     y = rms_norm(x, w["norm_0"])
     query = checkpoint_name(rotated(jnp.einsum("bte,ehd->bthd", y, w["query"])), "query_proj")
@@ -67,9 +72,33 @@ def decoder_layer(size: Size, x: jax.Array, w: Weights) -> jax.Array:
     context = checkpoint_name(context, "context")
     x = x + checkpoint_name(jnp.einsum("bthd,hde->bte", context, w["out"]), "out_proj")
     y = rms_norm(x, w["norm_1"])
-    gate = checkpoint_name(y @ w["wi_0"], "mlpwi_0")
-    up = checkpoint_name(y @ w["wi_1"], "mlpwi_1")
-    return x + checkpoint_name((jax.nn.silu(gate) * up) @ w["wo"], "mlpwo")
+    return x + (mixture(y, w) if size.experts else mlp(y, w))
+
+
+def mlp(y: jax.Array, w: Weights) -> jax.Array:
+    """A gated MLP; of experts, `[experts, batch, place, width]`, each its own."""
+    into, out = ("ebcm,emh->ebch", "ebch,ehm->ebcm") if w["wo"].ndim == 3 else ("btm,mh->bth", "bth,hm->btm")
+    gate = checkpoint_name(jnp.einsum(into, y, w["wi_0"]), "mlpwi_0")
+    up = checkpoint_name(jnp.einsum(into, y, w["wi_1"]), "mlpwi_1")
+    return checkpoint_name(jnp.einsum(out, jax.nn.silu(gate) * up, w["wo"]), "mlpwo")
+
+
+def mixture(y: jax.Array, w: Weights) -> jax.Array:
+    """Each token goes to the two experts that its gate rates highest, as far as they have room; by products, as GShard.
+
+    References:
+        Lepikhin et al., *GShard: scaling giant models with conditional computation and automatic sharding*, 2020.
+    """
+    batch, length, _ = y.shape
+    n_experts = w["gate"].shape[-1]
+    room = round(CAPACITY * BEST * length / n_experts)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax((y @ w["gate"]).astype(jnp.float32)), BEST)
+    hot = jax.nn.one_hot(chosen, n_experts, dtype=jnp.int32)
+    place = jnp.cumsum(hot.reshape(batch, -1, n_experts), axis=1).reshape(hot.shape) * hot - 1  # -1: no place at all
+    places = jax.nn.one_hot(place, room, dtype=y.dtype)
+    weighted = jnp.einsum("btk,btkec->btec", (shares / shares.sum(-1, keepdims=True)).astype(y.dtype), places)
+    found = mlp(jnp.einsum("btm,btec->ebcm", y, places.sum(axis=2)), w)
+    return jnp.einsum("ebcm,btec->btm", found, weighted)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ POLICIES = (PLAIN, WHOLE, *NAMES, *JAX, NESTED)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A decoder's sizes, the batch it is trained with, and how its layers run."""
+    """A decoder's sizes, the batch it is trained with, how its layers run, and of how many experts its MLPs are."""
 
     width: int
     layers: int
@@ -43,6 +43,8 @@ class Size:
     length: int
     is_scanned: bool = True
     attention: str = "cudnn"
+    experts: int = 0
+    dtype: str = "bfloat16"
 
 
 LLAMA_7B = dict(width=4096, layers=32, heads=32, kv_heads=32, head_width=128, mlp=11008, words=32_000)
@@ -51,6 +53,7 @@ SIZES = {
     "llama2-7b": Size(**LLAMA_7B, batch=4, length=4096),
     "llama2-7b unscanned": Size(**LLAMA_7B, batch=4, length=4096, is_scanned=False),
     "llama3-8b": Size(4096, 32, 32, 8, 128, 14336, 128_256, batch=2, length=8192),
-    "gemma2-9b": Size(3584, 42, 16, 8, 256, 14336, 256_128, batch=2, length=4096),
+    "gemma2-9b": Size(3584, 42, 16, 8, 256, 14336, 256_128, batch=2, length=4096, attention="xla"),
+    "mixture of 8": Size(2048, 16, 16, 8, 128, 4096, 32_000, batch=4, length=4096, experts=8),
     "toy": Size(64, 4, 4, 2, 16, 192, 2048, batch=2, length=64, attention="xla"),
 }

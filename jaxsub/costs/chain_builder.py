@@ -29,7 +29,7 @@ from jaxsub.costs.scan_options import LoopChoice, loop_choices
 from jaxsub.devices.targets import Target
 from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import scaled, with_gathered
+from jaxsub.jaxpr.shardings import gathered_at_once, scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
@@ -121,8 +121,10 @@ class Pricer:
         if self.share != 1.0:
             yield Pass("one device's share of each byte", partial(scaled, share=self.share))
         if self.gathered:
+            program, gathered = self.program, self.gathered
+            at_once = gathered_at_once(program.eqns, program.invars, program.shardings, gathered)
             yield Pass("weights gathered where they are read",
-                       partial(with_gathered, graph=self.program.graph, gathered=self.gathered))  # fmt: skip
+                       partial(with_gathered, graph=program.graph, gathered=gathered, at_once=at_once))  # fmt: skip
         if self._minimises_seconds:
             yield Pass("FLOPs weighed by seconds", by_seconds)
 

@@ -22,7 +22,7 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,8 @@ def cross_compile(
         kwargs: Its keyword arguments, likewise.
 
     Raises:
-        UnsupportedError: If the packages of `jaxsub[targets]` are not installed, or the program cannot be compiled for
-            an absent device.
-        ValueError: If the arguments are sharded over another number of devices than the target has.
+        UnsupportedError: If the packages of `jaxsub[targets]` are not installed, the arguments are sharded over another
+            number of devices than the target has, or the program cannot be compiled for an absent device.
 
     References:
         JAX's documentation: "Exporting and serializing staged-out computations", "Ahead-of-time lowering and
@@ -122,7 +121,7 @@ def cross_compile(
     answer = _helpers(os.getpid()).ask(request, program)
     if "error" in answer:
         raise UnsupportedError(
-            f"XLA cannot compile this program for the absent `{target.name}`: {answer['error']}"
+            f"XLA cannot compile this program for the absent `{target.name}`: {_in_short(answer['error'])}"
             f"{FOREIGN_CALL if NO_HANDLER in answer['error'] else ''}"
         )
     return CrossCompiled(**answer, flops=flops)
@@ -215,6 +214,13 @@ def _lowered_here(jitted: Any, args: tuple[Any, dict[str, Any]], target: Target,
     return jitted.lower(*shapes, **named)
 
 
+def _in_short(error: str) -> str:
+    """XLA's error with the first line of source that it suspects: the rest is how we came there."""
+    said, _, places = error.partition("Suspected Python Code Location:")
+    first = places.strip().split("\n")[0].strip()
+    return f"{said.strip()} ({first})" if first else said.strip()
+
+
 def _next_step(error: Exception) -> str:
     if "AbstractDevice" in str(error):  # from JAX 0.12 on, tracing a Pallas kernel needs to know the GPU
         return (
@@ -225,20 +231,29 @@ def _next_step(error: Exception) -> str:
     return "Host callbacks and debug prints are not supported: leave them out of the function, or leave target out."
 
 
-def _mesh_of(args: Any, target: Target) -> dict[str, Any] | None:
-    """Describe the mesh that the arguments are sharded over; `None` if they are not sharded."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+def only_mesh(shardings: Iterable[Any], target: Target) -> Any:
+    """Find the mesh that arguments are sharded over; `None` where they are not.
+
+    Raises:
+        UnsupportedError: If there are several, or the target has another number of devices.
+    """
     meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1}
     if not meshes:
         return None
     mesh = meshes.pop()
     if meshes or mesh.size != target.n_devices:
         others = " and other meshes" if meshes else ""
-        raise ValueError(
-            f"the arguments are sharded over {mesh}{others}, and `{target.name}` has {target.n_devices} devices: "
-            f'pass target="{target.name.split(":")[0]}:{mesh.size}" and use one mesh'
+        raise UnsupportedError(
+            f"The arguments are sharded over {mesh.size} devices ({mesh}){others}, and `{target.name}` has "
+            f'{target.n_devices}. Pass target="{target.name.split(":")[0]}:{mesh.size}" and use one mesh.'
         )
-    return {
+    return mesh
+
+
+def _mesh_of(args: Any, target: Target) -> dict[str, Any] | None:
+    """Describe the mesh that the arguments are sharded over; `None` if they are not sharded."""
+    mesh = only_mesh((getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)), target)
+    return mesh and {
         "names": list(mesh.axis_names),
         "sizes": list(mesh.axis_sizes),
         "types": [axis_type.name for axis_type in mesh.axis_types],

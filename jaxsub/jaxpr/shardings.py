@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxsub.core.chain import Chain
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph
+from jaxsub.jaxpr import compat
 
 Shardings = tuple[NamedSharding, ...]
 """One for each flat input of a program; empty for a program on one device."""
@@ -158,6 +159,34 @@ def gathered_bytes(avals: Sequence[Any], shardings: Shardings, differentiated: S
     return tuple(sizes) if any(sizes) else ()
 
 
+def gathered_at_once(eqns: Sequence[Any], invars: Sequence[Any], shardings: Shardings,
+                     gathered: Sequence[int]) -> tuple[int, ...]:  # fmt: skip
+    """Compute the bytes of each gathered weight that are live at the same time while it is read.
+
+    A loop gathers the slice that a step reads, so of a stacked weight one slice is whole at a time. Where the stack is
+    what is split, each step's slice is another device's: XLA gathers all of it before the loop.
+
+    Args:
+        eqns: A program's equations.
+        invars: Its inputs.
+        shardings: Their shardings.
+        gathered: Bytes of each, from `gathered_bytes`.
+    """
+    index = {var: i for i, var in enumerate(invars)}
+    steps: list[set[int]] = [set() for _ in gathered]
+    for eqn in eqns:
+        is_scan = eqn.primitive.name == "scan"
+        first = sum(compat.scan_sizes(eqn)) if is_scan else len(eqn.invars)
+        for position, var in enumerate(eqn.invars):
+            if compat.is_var(var) and var in index:
+                steps[index[var]].add(eqn.params["length"] if position >= first else 1)
+    found = []
+    for n_bytes, lengths, sharding in zip(gathered, steps, shardings, strict=True):
+        is_split_along_steps = bool(sharding.spec) and bool(_names(sharding.spec[0]))
+        found.append(n_bytes // (1 if is_split_along_steps else max(1, min(lengths, default=1))))
+    return tuple(found)
+
+
 def _gathered(aval: Any, sharding: NamedSharding, axes: frozenset[str]) -> int:
     if not axes & _axes(sharding):
         return 0
@@ -174,30 +203,33 @@ def _names(dim: Any) -> tuple[str, ...]:
     return (dim,) if isinstance(dim, str) else tuple(dim or ())
 
 
-def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int]) -> Chain:
+def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int], at_once: Sequence[int]) -> Chain:
     """Add gathered weights to a chain: to kept bytes once, to a region's passes with their gradients.
 
     Args:
         chain: The costs on one device without them.
         graph: The program.
         gathered: Bytes of each input, from `gathered_bytes`.
+        at_once: Those of them that are live together while it is read, from `gathered_at_once`.
 
     Example:
         >>> from jaxsub.core.chain import Stage
         >>> from jaxsub.jaxpr.trace import trace
         >>> graph = trace(lambda w, x: (x @ w).sum(), (jax.numpy.ones((2, 2)), jax.numpy.ones((2, 2))), {}).graph
-        >>> stages = with_gathered(Chain((Stage(0, 1, keep_bytes=4), Stage(1, 2)), (), ()), graph, (16, 0)).stages
+        >>> chain = Chain((Stage(0, 1, keep_bytes=4), Stage(1, 2)), (), ())
+        >>> stages = with_gathered(chain, graph, (16, 0), (16, 0)).stages
         >>> stages[0].keep_bytes, stages[0].transient_bytes, stages[1].keep_bytes
         (20, 32, 0)
     """
-    read = ({v for node in graph.nodes[s.start : s.stop] for v in node.inputs} for s in chain.stages)
-    sizes = [sum(gathered[v] for v in values if v < len(gathered)) for values in read]
+    read = [{v for node in graph.nodes[s.start : s.stop] for v in node.inputs if v < len(gathered)}
+            for s in chain.stages]  # fmt: skip
+    kept, live = ([sum(sizes[v] for v in values) for values in read] for sizes in (gathered, at_once))
     stages = tuple(
         replace(s, forward_bytes=s.forward_bytes + n, transient_bytes=s.transient_bytes + 2 * n,
-                keep_bytes=s.keep_bytes + n, keep_transient_bytes=s.keep_transient_bytes + 2 * n)
-        for s, n in zip(chain.stages, sizes, strict=True)
+                keep_bytes=s.keep_bytes + k, keep_transient_bytes=s.keep_transient_bytes + 2 * n)
+        for s, k, n in zip(chain.stages, kept, live, strict=True)
     )  # fmt: skip
-    more = [2 * sum(sizes[i.start : i.stop]) for i in chain.items]
+    more = [2 * sum(live[i.start : i.stop]) for i in chain.items]
     items = tuple(replace(i, options=tuple(replace(o, transient_bytes=o.transient_bytes + n) for o in i.options))
                   for i, n in zip(chain.items, more, strict=True))  # fmt: skip
     return replace(chain, stages=stages, items=items)

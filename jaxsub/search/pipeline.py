@@ -23,6 +23,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.aot import only_mesh
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
@@ -123,6 +124,8 @@ def make_plan(program: Program, settings: Settings) -> Plan:
 def _kept(program: Program, settings: Settings) -> Plan:
     """The plan as it was made before, in this process or another, or else made now."""
     planner, target, store = get(settings.planner), get_target(settings.target), open_store(settings.cache)
+    if not target.is_present:
+        only_mesh(program.shardings, target)
     asked = replace(settings, planner="", target=None, cache=False, progress=False)
     key = plan_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
     if key is None:

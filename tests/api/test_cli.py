@@ -142,6 +142,21 @@ def test_a_memory_is_checked(run, what, memory, code):
     assert ("fits: " if code == 0 else "does not fit: ") in found.stderr
 
 
+def test_one_command_plans_for_several_targets(run, tmp_path):
+    """`--target a,b`: the plan of each, its own file, and where one is refused the others all the same."""
+    args = ("plan", *LOSS, "--no-verify", "--budget", "0.5", "--target")
+    found = run(*args, "v100,a100,h100,h200", "--json", "{target}.json", "--html", "{target}.html")
+    assert found.exit_code == 0, found.output
+    for name in ("v100", "a100", "h100", "h200"):
+        assert f"{name}:\n{Plan.load(str(tmp_path / f'{name}.json'))}" in found.output
+        assert (tmp_path / f"{name}.html").exists()
+    found = run("plan", *STEP, "--target", "v100,cpu", "--budget", "10", "--json", "{target}.json")
+    assert found.exit_code == 1
+    assert [found.output.count(f"{name}:\n") for name in ("v100", "cpu")] == [1, 1]
+    assert found.output.count("the least") == 2
+    assert not (tmp_path / "cpu.json").exists()
+
+
 def test_targets_are_listed(run):
     """`targets` lists devices that are not here, with their memory."""
     lines = run("targets").output.splitlines()
@@ -177,6 +192,8 @@ WRONG = {
     "a fraction to check": (("plan", *LOSS, "--check", "--max-memory", "0.5"), 2, "--max-memory takes bytes"),
     "no planner": (("plan", *LOSS, "--planner", "chenn"), 2, "did you mean 'chen'"),
     "no target": (("plan", *LOSS, "--target", "h99"), 2, "no target 'h99'"),
+    "one file for two": (("plan", *LOSS, "--target", "cpu,h100", "--json", "p.json"), 2, "'{target}' in 'p.json'"),
+    "no second target": (("plan", *LOSS, "--target", "cpu,h99"), 2, "no target 'h99'"),
     "no argnums": (("plan", *LOSS, "--argnums", "first"), 2, "--argnums takes whole numbers"),
     "too little": (("plan", *LOSS, "--budget", "10", "--no-verify"), 1, "below the least"),
     "not differentiable": (

@@ -42,6 +42,11 @@ CHAIN = (
 SMALL = (jax.ShapeDtypeStruct((128, 64), "float32"), [jax.ShapeDtypeStruct((64, 64), "float32")] * 2)
 
 
+def product(a, b):
+    """A product that sums in f32 whatever the device."""
+    return jax.lax.dot(a, b, precision="BF16_BF16_F32", preferred_element_type="float32")
+
+
 def layers(x, ws):
     for w in ws:
         x = jnp.tanh(x @ w)
@@ -219,8 +224,19 @@ def test_arguments_are_per_device():
     x = jax.ShapeDtypeStruct((1024, 64), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
     measured = measure_compiled(gradient(), (x, SMALL[1]), target)
     assert measured.argument_bytes == 1024 * 64 * 4 // 8 + 2 * 64 * 64 * 4
-    with pytest.raises(ValueError, match='target="h100:8"'):
+    with pytest.raises(UnsupportedError, match='target="h100:8"'):
         measure_compiled(gradient(), (x, SMALL[1]), get_target("h100"))
+    with pytest.raises(UnsupportedError, match=r'over 8 devices.*`h100:4` has 4.*target="h100:8"'):
+        jaxsub.plan(lambda w, x: jax.numpy.tanh(x @ w).sum(), SMALL[1][0], x, target="h100:4", verify=False)
+
+
+@needs_packages
+def test_what_xla_refuses_is_said_in_a_line():
+    """A product that a target has no algorithm for: XLA's words, and the line of source, without how we came there."""
+    x = jax.ShapeDtypeStruct((64, 64), "bfloat16")
+    with pytest.raises(UnsupportedError, match=r"absent `v100`.*Unsupported algorithm.*test_targets.py") as refused:
+        jaxsub.measure(lambda w, x: product(w, x).sum(), x, x, target="v100")
+    assert "\n" not in str(refused.value)
 
 
 @needs_packages

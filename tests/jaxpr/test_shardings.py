@@ -156,6 +156,23 @@ def test_gathered_weights_are_predicted():
     on_eight_devices(lying + textwrap.dedent(code))
 
 
+def test_a_loop_gathers_a_slice_a_step():
+    """Of weights that a loop reads step by step one slice is gathered at once, unless the steps are what is split."""
+    code = """
+    def deep(ws, x):
+        layer = lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w) + x, None)
+        return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+    for place in (columns, split):
+        ws = jax.ShapeDtypeStruct((8, 256, 256), "float32", sharding=place)
+        x = jax.ShapeDtypeStruct((512, 256), "float32", sharding=split)
+        plan = jaxsub.plan(deep, ws, x, planner="plain", verify=False, cache=False)
+        found = jaxsub.measure(deep, ws, x).temp_bytes
+        assert abs(plan.prediction.temp_bytes / found - 1) < 0.2, (place, plan.prediction, found)
+    """
+    on_eight_devices(code)
+
+
 def test_what_is_gathered_is_what_is_split_as_the_data_is():
     """Of a weight that is split along two axes a device gathers its part; tensor parallelism gathers nothing."""
     mesh = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)

@@ -108,11 +108,11 @@ def test_the_memory_of_a_policy_is_met_at_its_flops():
     assert flops(jaxsub.sublinear(fun, plan=plan), args) <= 1.005 * flops(written, args)
 
 
-def tried(budget, needs, best=None, is_head=False):
+def tried(budget, needs, best=None, is_head=False, gradient_bytes=0):
     """Which plans of a row are compiled under a budget, the most recomputed last, and which is taken.
 
     Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need eight more; with
-    `is_head`, because of what follows the last region.
+    `is_head`, because of what follows the last region. The gradient is of one weight.
     """
     compiled = []
 
@@ -124,7 +124,9 @@ def tried(budget, needs, best=None, is_head=False):
         prediction = Prediction(n_bytes, i, 10.0, int(is_head), "")
         return Plan("f", Budget(), 9, (Segment(int(i), int(i) + 1),), planner=str(i), prediction=prediction)
 
-    verifier = SimpleNamespace(program=SimpleNamespace(eqns=()), pricer=SimpleNamespace(share=1.0), measure=measure)
+    weight = jax.ShapeDtypeStruct((gradient_bytes,), "int8")
+    program = SimpleNamespace(eqns=(), avals=lambda: (weight,), differentiated=(0,))
+    verifier = SimpleNamespace(program=program, pricer=SimpleNamespace(share=1.0), measure=measure)
     search = _Search(verifier, None, budget, Effort(), 0.0)
     if best is not None:
         search.best = plan(best, budget).replace(measurement=Measurement(budget, 0, 0, 0, None, 0.0, "cpu"))
@@ -170,3 +172,28 @@ def test_a_residual_stream_is_cut_all_the_same():
     nodes = [(name, [4 * i + v for v in reads], size) for i in range(4) for name, reads, size in layer]
     cuts = find_cuts(graph_of([*nodes, ("sum", [16], [1])], 1, [17], input_bytes=[8]))
     assert {8, 12} <= set(cuts)
+
+
+def test_what_blocks_save_may_lie_in_gradients():
+    """Before a refusal the least is tried where so much less is needed as gradients have room for."""
+    assert tried(9, [50, 38, 30, 20, 14, 10], gradient_bytes=6) == ([], None)
+    assert tried(9, [50, 38, 30, 20, 14, 10], gradient_bytes=8) == ([5], None)
+    assert tried(9, [50, 38, 30, 20, 14, 10], best=4, gradient_bytes=8) == ([], 4)
+
+
+def test_blocks_whose_inputs_lie_in_the_gradients_buffers():
+    """Where weights outweigh what is saved, XLA keeps that in outputs: by hand needs a third of what is predicted."""
+
+    def loss(layer, ws, x):
+        for w in ws:
+            x = layer(x, w)
+        return jnp.sum(x**2)
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1]
+
+    ws = [tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((128, 512), (512, 128)))] * 16
+    x = jax.ShapeDtypeStruct((256, 128), "float32")
+    budget = jaxsub.measure(partial(loss, jax.checkpoint(layer)), ws, x).temp_bytes
+    plan = jaxsub.plan(partial(loss, layer), ws, x, budget=budget, cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= budget
