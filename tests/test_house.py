@@ -30,7 +30,7 @@ emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_u
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
 search: __init__ bracket by_hand slicing sliceable belonging candidates name_overrides named_policy verify budget_search
-    slice_search repeated_effects plan_cache progress annotate pipeline call_sites
+    slice_search frontier_points repeated_effects plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor

@@ -1,34 +1,35 @@
-"""`frontier`: what every budget buys, from the least memory to the plain program, predicted from one chain.
+"""`frontier`: what every budget buys, from the least memory to the plain program, predicted.
 
-The tables of the planner `optimal` answer for all budgets at once, so a frontier costs little more than one plan.
-Beside its points stand what is done by hand today and the paper's own planners, priced on the same chain.
+Points are those of `jaxsub.search.frontier_points`, with runs in slices where these spare something. Beside them stand
+what is done by hand today and the paper's own planners, priced on the chain of the program as it stands.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.disk_cache import open_store
+from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.shown import Shown
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
-from jaxsub.emission.emit import keep_out
+from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import in_its_width
 from jaxsub.planners import get
-from jaxsub.planners.optimal import solve
 from jaxsub.search.annotate import opened
-from jaxsub.search.verify import Verifier, cut_choices, finish, usual_choices
-
-Found = tuple[int, float, tuple[Run, ...], Chain]
-"""Predicted bytes, extra FLOPs, runs and their chain."""
+from jaxsub.search.candidates import recomputed_share
+from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
+from jaxsub.search.pipeline import Settings, may_be_sliced
+from jaxsub.search.slicing import Chunks
+from jaxsub.search.verify import Verifier, cut_choices
 
 POINTS = 8
 """About how many plans a frontier has where nobody says."""
@@ -57,8 +58,7 @@ class Point:
     @property
     def extra(self) -> float:
         """Its recompute, in forward passes."""
-        found = self.plan.prediction
-        return found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
+        return recomputed_share(self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Frontier(Shown):
     """Plans of one function, none of which is better than another in both memory and recomputation.
 
     Attributes:
-        points: The plans, least memory first; the last one recomputes nothing.
+        points: The plans, least memory first; the last one recomputes nothing. Those that run in slices are called
+            "in slices".
         others: What is made by hand, and by the paper's planners, on the same chain.
         budget_bytes: A budget to mark, or `None`.
     """
@@ -102,6 +103,7 @@ def frontier(
     budget: Any = None,
     target: Any = None,
     verify: bool = False,
+    chunks: Chunks = "auto",
     argnums: AnyArgnums = None,
     cache: Any = True,
     **kwargs: Any,
@@ -116,6 +118,9 @@ def frontier(
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
         verify: Whether to compile and measure every plan of the frontier; otherwise figures are predictions, made
             without a compiler.
+        chunks: Which runs may be executed a slice at a time, as for `jaxsub.sublinear`. With `"auto"`, points in slices
+            are there where no plan without them needs so little memory or recomputes nearly as little; with `False`
+            the frontier ends at what one stage needs at once, and is found in a fraction of the time.
         argnums: The arguments its gradient is taken of, as for `jaxsub.sublinear`.
         cache: Where compiled figures are kept, as for `jaxsub.sublinear`.
         **kwargs: Its keyword arguments. One that is called like an option above is refused: ask
@@ -127,6 +132,7 @@ def frontier(
     Raises:
         BudgetError: If the budget cannot be read.
         UnsupportedError: If something in the function cannot be supported.
+        ChunksError: If what `chunks=` asks for by name or axis cannot be done.
         ValueError: If `points` is below 2.
 
     Example:
@@ -149,47 +155,45 @@ def frontier(
     marked = Budget.parse(budget).n_bytes
     program = trace_call(fun, args, kwargs, argnums)
     pricer = Pricer(program, get_target(target), store=open_store(cache))
-    return frontier_of(pricer, points, marked, is_measured=verify)
+    if not may_be_sliced(program, Settings(chunks=chunks)):
+        chunks = False
+    return frontier_of(pricer, points, marked, is_measured=verify, chunks=chunks)
 
 
 @in_its_width
-def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False) -> Frontier:
+def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False,
+                chunks: Chunks = False) -> Frontier:  # fmt: skip
     """The frontier of a program whose stages a pricer prices."""
-    program = pricer.program
-    chains = [pricer.chain(cuts) for cuts in usual_choices(program, cut_choices(program))]
-    found = spread(_best((*point, chain) for chain in chains for point in solve(chain).frontier()), points)
-    made = (plan_from_runs(chain, runs, budget=Budget(), planner="optimal") for _, _, runs, chain in found)
-    plans = [opened(program, _finished(pricer, plan), pricer.target, pricer.store) for plan in made]
-    others = tuple(Point(name, _finished(pricer, plan)) for name, plan in by_hand(chains[0]))
+    program, store = pricer.program, pricer.store
+    chosen = spread(at_every_budget(pricer, chunks), points)
+    plans = [opened(program, candidate.make(), pricer.target, store) for candidate in chosen]
+    chain = pricer.chain(cut_choices(program)[0])
+    others = tuple(Point(name, finished(pricer, plan)) for name, plan in by_hand(chain))
     if is_measured:
-        verifier = Verifier(pricer)
-        plain = verifier.plain().measurement
-        plans = [p.replace(measurement=verifier.measure(p), plain_measurement=plain) for p in plans]
-    return Frontier(tuple(Point("optimal", plan) for plan in plans), others, budget_bytes)
+        plain = Verifier(pricer).plain().measurement
+        plans = [plan.replace(measurement=_measure(pricer, plan), plain_measurement=plain) for plan in plans]
+    rising = sorted((Point("in slices" if plan.slices else "optimal", plan) for plan in plans), key=_memory)
+    return Frontier(tuple(rising), others, budget_bytes)
 
 
-def _finished(pricer: Pricer, plan: Plan) -> Plan:
-    predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
-    plan = keep_out(pricer.timed(plan), pricer.program.graph.pinned())
-    return finish(pricer.program, plan, Budget(max(1, predicted)))
+def _memory(point: Point) -> int:
+    return point.temp_bytes
 
 
-def _best(found: Iterable[Found]) -> list[Found]:
-    """Those that no other is better than in both memory and FLOPs, memory rising."""
-    rising = sorted(found, key=lambda f: f[:2])
-    least = accumulate((f[1] for f in rising[:-1]), min, initial=math.inf)
-    return [f for f, before in zip(rising, least, strict=True) if f[1] < before]
+def _measure(pricer: Pricer, plan: Plan) -> Measurement:
+    folded, bare = in_slices(pricer.program, plan)
+    return Verifier(replace(pricer, program=folded)).measure(bare)
 
 
-def spread(found: Sequence[Found], points: int) -> list[Found]:
+def spread(found: Sequence[Candidate], points: int) -> list[Candidate]:
     """Choose points that are spread evenly over the logarithm of memory, both ends among them."""
     if len(found) <= points:
         return list(found)
-    low, high = math.log(max(1, found[0][0])), math.log(max(1, found[-1][0]))
+    low, high = (math.log(max(1, found[end].temp_bytes)) for end in (0, -1))
     chosen = {0, len(found) - 1}
     for i in range(1, points - 1):
         goal = low + (high - low) * i / (points - 1)
-        chosen.add(min(range(len(found)), key=lambda k: abs(math.log(max(1, found[k][0])) - goal)))
+        chosen.add(min(range(len(found)), key=lambda k: abs(math.log(max(1, found[k].temp_bytes)) - goal)))
     return [found[k] for k in sorted(chosen)]
 
 

@@ -32,7 +32,7 @@ from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
 from jaxsub.search import verify as verifying
-from jaxsub.search.pipeline import Mirror, Settings, make_plan
+from jaxsub.search.pipeline import Mirror, Settings, make_plan, may_be_sliced
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.slicing import Chunks
 
@@ -113,7 +113,8 @@ class Sublinear(Wrapped[P, R]):
         program, settings = self._traced(args, kwargs), self.settings
         is_measured = settings.verify is True
         pricer = Pricer(program, get_target(settings.target), open_store(settings.cache))
-        return frontier_of(pricer, POINTS, settings.budget.n_bytes, is_measured=is_measured)
+        chunks = settings.chunks if may_be_sliced(program, settings) else False
+        return frontier_of(pricer, POINTS, settings.budget.n_bytes, is_measured=is_measured, chunks=chunks)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Where its memory goes before any plan, as `jaxsub.explain` says it."""

@@ -85,6 +85,17 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     return min(found, key=lambda ranked: ranked[0])[1] if found else None
 
 
+def is_whole_function(program: Program, runs: Runs) -> bool:
+    """Whether one run is all of a program."""
+    return [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
+
+
+def unfolded(program: Program, runs: Runs, plan: Plan) -> Plan:
+    """A plan of a program in which runs are one equation each, as a plan of the program with these runs in slices."""
+    return plan.replace(fingerprint=program.fingerprint, slices=named(program, runs), plain_measurement=None,
+                        plain_prediction=None, plain_timeline=None, equations=equation_digests(program))  # fmt: skip
+
+
 WHOLE: Runs = ()
 """No run in slices: the program as it stands."""
 NO_LIMIT = 2**62
@@ -268,15 +279,12 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
         try:
             plan = whole(with_slices(program, runs), budget, is_trusted)
         except InfeasibleBudgetError as refused:
-            is_all = [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
-            if not is_all or n_bytes is None:
+            if not is_whole_function(program, runs) or n_bytes is None:
                 raise
             refusals.append(refused)
         else:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
-            return plan.replace(fingerprint=program.fingerprint, slices=named(program, runs), plain_measurement=plain,
-                                plain_prediction=None, plain_timeline=None,
-                                equations=equation_digests(program))  # fmt: skip
+            return unfolded(program, runs, plan).replace(plain_measurement=plain)
         one = program_of_slice(program, runs[0])
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
         try:

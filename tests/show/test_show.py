@@ -287,12 +287,12 @@ def test_too_few_points_are_refused():
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=60, unique=True), st.integers(2, 12))
 def test_points_are_spread_with_both_ends(sizes, points):
     """So many points at most are chosen, in order, the least and the most memory among them."""
-    found = [(size, 0.0, ()) for size in sorted(sizes)]
+    found = [Candidate(size, 0.0, list) for size in sorted(sizes)]
     chosen = spread(found, points)
     assert len(chosen) <= max(points, 1)
     assert chosen[0] == found[0]
     assert chosen[-1] == found[-1]
-    assert chosen == sorted(chosen)
+    assert chosen == [candidate for candidate in found if candidate in chosen]
 
 
 @pytest.mark.parametrize("name", ["gpt", "branches", "dropout", "scan", "cond", "custom_vjp", "tied"])
