@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_slicing import HEAD, X, Y, classify
 
 import jaxsub
 from jaxsub.search.slicing import ChunksError
-from tests.search.test_slicing import HEAD, X, Y, classify
 
 ARGS = (HEAD, X, Y)
 
@@ -31,7 +31,7 @@ DEEP = [jnp.eye(64)] * 12, jnp.ones((8192, 64))
 
 @pytest.mark.parametrize(("fun", "args"), [(classify, ARGS), (deep, DEEP)], ids=["head", "whole function"])
 def test_a_frontier_goes_below_the_floor(fun, args):
-    """Points in slices need, compiled, less than half of the least without them; the last point is the plain program."""
+    """Points in slices need, compiled, less than half of the least without them; the last is the plain program."""
     whole = jaxsub.frontier(fun, *args, chunks=False, verify=True, cache=False).points
     found = jaxsub.frontier(fun, *args, verify=True, cache=False).points
     assert not any(point.plan.slices for point in whole)

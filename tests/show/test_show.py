@@ -27,6 +27,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan, Segment, plan_from_runs
 from jaxsub.core.steps import Holding
 from jaxsub.jaxpr.inline import scope_of
+from jaxsub.search.frontier_points import Candidate
 from jaxsub.show.curves import again, curves, savers
 from jaxsub.show.html import MOST_BYTES, environment, fragment, page
 
