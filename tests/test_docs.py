@@ -17,7 +17,6 @@ from test_house import ORDER
 
 import jaxsub
 
-pytestmark = pytest.mark.once
 ROOT = Path(jaxsub.__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
 BLOCK = re.compile(r"^```python[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
