@@ -170,8 +170,9 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
     chain = pricer.chain(cut_choices(program)[0])
     others = tuple(Point(name, finished(pricer, plan)) for name, plan in by_hand(chain))
     if is_measured:
-        plain = Verifier(pricer).plain().measurement
-        plans = [plan.replace(measurement=_measure(pricer, plan), plain_measurement=plain) for plan in plans]
+        verifier = Verifier(pricer)
+        plain = verifier.plain().measurement
+        plans = [plan.replace(measurement=_measure(verifier, plan), plain_measurement=plain) for plan in plans]
     rising = sorted((Point("in slices" if plan.slices else "optimal", plan) for plan in plans), key=_memory)
     return Frontier(tuple(rising), others, budget_bytes)
 
@@ -180,9 +181,11 @@ def _memory(point: Point) -> int:
     return point.temp_bytes
 
 
-def _measure(pricer: Pricer, plan: Plan) -> Measurement:
-    folded, bare = in_slices(pricer.program, plan)
-    return Verifier(replace(pricer, program=folded)).measure(bare)
+def _measure(verifier: Verifier, plan: Plan) -> Measurement:
+    if plan.slices:
+        folded, plan = in_slices(verifier.program, plan)
+        verifier = Verifier(replace(verifier.pricer, program=folded))
+    return verifier.measure(plan)
 
 
 def spread(found: Sequence[Candidate], points: int) -> list[Candidate]:

@@ -225,7 +225,7 @@ class _Search:
         near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
         tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
         for number, (way, slack) in enumerate(tries[: TUNING.least_compiles]):
-            if number and (self._is_far(found[0][0]) or not self._is_near(found[0][0])):
+            if number and not self._may_need_less(found[0][0]):
                 return
             plan = self.candidates.plan(way, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
@@ -233,16 +233,18 @@ class _Search:
                 self.least_seen = plan
             if self.best is not None:
                 return
-        if not self._is_far(found[0][0]) and self._is_near(found[0][0]):
+        if self._may_need_less(found[0][0]):
             self._between_leasts(near[0])
 
-    def _is_far(self, least_bytes: int) -> bool:
-        """Whether the least, as predicted or as seen, is further above the budget than predictions err."""
-        return max(least_bytes, _needed(self.least_seen)) > TUNING.plain_far * self.budget_bytes
+    def _may_need_less(self, least_bytes: int) -> bool:
+        """Whether a plan that is predicted to need more than the least may need less, and enough to matter.
 
-    def _is_near(self, least_bytes: int) -> bool:
-        """Whether the least needs about what is predicted: else larger plans are predicted too small as well."""
-        return _needed(self.least_seen) <= TUNING.prediction_error * least_bytes
+        Not where the least, as predicted or as seen, is further above the budget than predictions err; nor where it
+        needs more beside its prediction than packing adds: larger plans are predicted too small as well then.
+        """
+        needed = _needed(self.least_seen)
+        is_far = max(least_bytes, needed) > TUNING.plain_far * self.budget_bytes
+        return not is_far and needed <= TUNING.prediction_error * least_bytes
 
     def may_be_plain_below(self) -> int:
         """For what budget the plain program may be as good as all that was found; 0 where it is no better.
