@@ -12,7 +12,8 @@ from flax import nnx
 
 import jaxsub
 
-README = (Path(jaxsub.__file__).parent.parent / "README.md").read_text("utf-8")
+ROOT = Path(jaxsub.__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 LEFT_OUT = ("max_batch",)
 """What searches for minutes; its own doctest runs it."""
@@ -57,3 +58,10 @@ def test_a_block_that_fails_is_noticed():
     """Names that nobody defines are errors."""
     with pytest.raises(NameError, match="modell"):
         run("modell.apply(1)", {})
+
+
+def test_both_commands_are_on_lines_of_their_own():
+    """A newcomer copies them, and `.ci/run` looks for the second as it runs it."""
+    asked = re.search(r"^readme_command='(.*)'$", (ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
+    commands = ['pip install -e ".[examples]" && python examples/quickstart.py', asked.group(1)]
+    assert not set(commands) - set(README.splitlines())
