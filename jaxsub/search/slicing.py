@@ -257,7 +257,8 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
     found: list[Found] = []
     refused: Refusals = []
-    for value in sorted(made, key=lambda v: (-v.n_bytes, v.index)):
+    lives = {v.index: last[v.index] - (v.producer or 0) for v in made}
+    for value in sorted(made, key=lambda v: (-v.n_bytes, lives[v.index], v.index)):
         producer, stop = value.producer or 0, min(last[value.index] + 1, len(graph.nodes))
         if value.n_bytes not in sizes or any(f.start < stop and producer < f.stop for f in found):
             continue
@@ -267,7 +268,7 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
         for run in _spans(program, live, value, stop):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
-            axes, reasons = _follow_all(program, run[0], run[1], _seeds(program, *run))
+            axes, reasons = _follow_all(program, run[0], run[1], _seeds_of(program, *run, value))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
                 found.append(
@@ -336,6 +337,16 @@ def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
     weights = graph.weights()
     order = sorted(reads, key=lambda v: (v in weights, -graph.values[v].n_bytes))
     return [(v, d) for v in order for d, size in enumerate(graph.values[v].shape) if size > 1]
+
+
+def _seeds_of(program: Program, start: int, stop: int, value: Value) -> list[tuple[int, int]]:
+    """Dimensions of what a run reads from which those of a value come that it makes."""
+    base = program.graph.first_value(start)
+    reads = {variable_of(program, v): v for node in program.graph.nodes[start:stop] for v in node.inputs if v < base}
+    variable = variable_of(program, value.index)
+    found = (origins(program.eqns[start:stop], variable, (dim,)) for dim in range(len(value.shape)))
+    seeds = dict.fromkeys((v, dims[0]) for some in found for v, dims in some if v in reads)
+    return [(reads[v], dim) for v, dim in seeds if v.aval.shape[dim] > 1]
 
 
 def _batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:
