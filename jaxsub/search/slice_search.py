@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxsub.core.budget import Budget
@@ -164,12 +164,13 @@ class _Search:
     def _bounded(self) -> Budget:
         return self.budget if self.budget == Budget() else Budget(self.n_bytes)
 
-    def _predicted(self, sets: Iterable[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
+    def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
+        known = min(map(recomputed_share, self.plans), default=self._said()[0] if WHOLE in sets else math.inf)
         most = min(map(recomputed_share, self.plans), default=math.inf) - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
-            if is_slow and self.plans and not self.is_asked:
+            if not self.is_asked and ((is_slow and self.plans) or known <= _least_gain(runs)):
                 continue
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget, True)
@@ -249,6 +250,12 @@ class _Search:
             return plan
         known = next((p for p in self.plans if not p.slices), None)
         return plan.replace(budget=self.budget, plain_measurement=known.plain_measurement if known else None)
+
+
+def _least_gain(runs: Runs) -> float:
+    """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
+    most = max((run.stop - run.start for run in runs), default=0)
+    return TUNING.compile_gain * most / TUNING.region_equations
 
 
 def _n_slices(plan: Plan) -> int:
