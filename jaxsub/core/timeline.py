@@ -182,11 +182,7 @@ class StageTimeline:
 
 
 def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
-    """Replay runs step by step.
-
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages.
+    """Replay runs that cover a chain's stages, step by step.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Stage
@@ -305,15 +301,7 @@ class _Replay:
 
 
 def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
-    """Add names, shapes and source lines to stored values and to stages.
-
-    Args:
-        timeline: The timeline of a chain that was made of the graph.
-        graph: The graph.
-
-    Returns:
-        The timeline with labels.
-    """
+    """Add names, shapes and source lines to stored values and to stages of a chain that was made of the graph."""
     last, nodes = graph.last_uses(), timeline.stage_nodes
     known: dict[tuple[Any, ...], str] = {}
 

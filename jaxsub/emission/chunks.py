@@ -45,15 +45,10 @@ def sliced(
     one: Callable[..., Any] | None = None,
     parts: int = 1,
 ) -> Callable[..., Values]:
-    """Make a function of a run's inputs that runs it in slices.
+    """Make a function of a run's inputs that runs it in slices, `count` at most.
 
-    Args:
-        axis: The axis, followed through the run.
-        inputs: The variables that the function's arguments are.
-        outputs: The variables that it returns.
-        count: In how many slices, at most.
-        one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
-        parts: Over how many devices the axis is split; the count times this divides its length.
+    A slice of the full size runs `one`, or `jaxpr_of_slice`. Over how many devices the axis is split is `parts`; the
+    count times this divides its length.
 
     Example:
         >>> from jaxsub.jaxpr.axes import follow
@@ -153,13 +148,11 @@ class _Slices:
     def run(
         self, step: Callable[..., tuple[Values, Values]], args: tuple[Values, Values], sums: Sequence[Any] = ()
     ) -> tuple[Values, Values]:
-        """Run a step over all slices, the last of them shorter.
+        """Run a step over all slices, the last of them shorter; `args` are the values to slice, and those read whole.
 
-        Args:
-            step: A function of a slice's start, size, parts and the values read whole, that returns results and further
-                values, sliced or summed. It runs inside a region.
-            args: The values to slice, and those read whole.
-            sums: The `Place` of each of the further values, or its shape and dtype if it is summed.
+        The step is a function of a slice's start, size, parts and the values read whole, and runs inside a region. It
+        returns results and further values: `sums` has the `Place` of each of these, or its shape and dtype if it is
+        summed.
         """
         cut, wholes = args
         states: list[Any] = [*self.states(), *(s if isinstance(s, Place) else Total() for s in sums)]

@@ -50,14 +50,8 @@ def with_regions(
 ) -> Callable[..., list[Any]]:
     """Make a function of a program's flat inputs, constants first, that returns its flat outputs.
 
-    Args:
-        program: The program.
-        segments: Its outermost regions.
-        barriers: Nodes that have a gradient barrier in front of them.
-        scope: Name of the regions' scope; empty for none.
-
-    Raises:
-        PlannerError: If a region cannot save its saved values.
+    It has these outermost regions, in a scope of this name, and a gradient barrier in front of these nodes.
+    `PlannerError` if a region cannot save its saved values.
 
     Example:
         >>> import jax.numpy as jnp

@@ -45,13 +45,7 @@ class Rotated:
 
 
 def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
-    """Rotate a loop to begin its steps at a node of their body.
-
-    Args:
-        body: The body, from `body_program`.
-        n_consts: How many of its inputs are constants, those of its own among them.
-        n_carry: How many it carries.
-        at: The node.
+    """Rotate a loop to begin its steps at a node of their body, a `body_program` with its own constants first.
 
     Example:
         >>> import jax.numpy as jnp

@@ -150,11 +150,7 @@ def _turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]
 
 
 def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
-    """The body of a loop, and one step of it as it runs, a function of all the body's inputs.
-
-    Returns:
-        The body; the function; how many of the body's inputs are constants, and how many the carry.
-    """
+    """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
     body, n_carry, _ = _turned(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
     step = _step(body, n_carry, loop.inside, loop.saved)

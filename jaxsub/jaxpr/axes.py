@@ -86,18 +86,7 @@ class Axis:
 
 
 def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
-    """Follow an axis through a run of equations.
-
-    Args:
-        eqns: The equations, in order.
-        inputs: The variables they read and do not make.
-        outputs: The variables of theirs that are read later.
-        seed: One of the inputs.
-        dim: Which of its dimensions the axis is.
-
-    Raises:
-        NotIndependent: If it is not independent; says which equation forbids it.
-        ValueError: If the dimension has a single element.
+    """Follow an axis, a dimension of one of the inputs, through a run of equations; `follow_all` for one input.
 
     Example:
         >>> import jax
@@ -118,20 +107,11 @@ def follow_all(
     late: Collection[Any] = (),
     may_end_early: bool = False,
 ) -> Axis:
-    """Follow an axis that several inputs carry at once; as `follow`.
+    """Follow an axis that several inputs, the seeds, carry at once, all in the same dimension and of the same length.
 
-    Args:
-        eqns: The equations, in order.
-        inputs: The variables they read and do not make.
-        outputs: The variables of theirs that are read later.
-        seeds: Inputs that carry the axis, all in the same dimension and of the same length there.
-        dim: Which of their dimensions it is.
-        late: Inputs that are known only after the slices have run, such as sums over them.
-        may_end_early: Whether the last units may be left out where nothing reads them.
-
-    Raises:
-        NotIndependent: If it is not independent; says which equation forbids it.
-        ValueError: If the dimension has a single element.
+    Of the equations' results the outputs are read later. Inputs that are `late` are known only after the slices have
+    run, such as sums over them. With `may_end_early` the last units may be left out where nothing reads them.
+    `NotIndependent` says which equation forbids it; `ValueError` if the dimension has a single element.
     """
     length = whole = seeds[0].aval.shape[dim]
     if length < 2:
@@ -154,14 +134,9 @@ def follow_all(
 
 
 def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0) -> Body:
-    """Follow an axis through a jaxpr inside an equation; some inputs may turn out to be needed in slices too.
+    """Follow an axis of `n` units through a jaxpr in an equation; some inputs may turn out to be needed in slices too.
 
-    Args:
-        closed: The jaxpr.
-        ins: How its inputs carry the axis.
-        n: Units of the axis.
-        wanted: How its outputs are to carry the axis at least.
-        order: The order of the derivative that it is.
+    How its inputs carry the axis is given, and how its outputs are to carry it at least; `order` is the derivative's.
     """
     jaxpr, ins = compat.open_jaxpr(closed), list(ins)
     consts = tuple(getattr(closed, "consts", ()))

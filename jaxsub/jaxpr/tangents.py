@@ -26,14 +26,7 @@ def holds_while(eqn: Any) -> bool:
 
 
 def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
-    """Find the variables whose tangents may reach some results.
-
-    Args:
-        eqns: Equations, in order.
-        results: Variables or literals that they make.
-
-    Returns:
-        The floating-point results, and all variables that their tangents come from.
+    """Find the floating-point results, and all variables that their tangents come from.
 
     Example:
         >>> import jax

@@ -123,21 +123,11 @@ def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, argnums: int | Sequence[int] | None = None
 ) -> Program:
-    """Trace a function.
+    """Trace a function with its static arguments bound.
 
-    Args:
-        fun: The function, with its static arguments bound.
-        args: Positional arguments: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
-        kwargs: Keyword arguments, likewise.
-        argnums: The positional arguments to differentiate. `None`: the first with floating-point leaves, else all
-            keyword arguments, else only closed-over values.
-
-    Returns:
-        The program; `differentiated` is empty where `argnums` is `None` and there is nothing to differentiate.
-
-    Raises:
-        UnsupportedError: If `argnums` names nothing that can be differentiated, an argument is not an array, or
-            tracing needs cuDNN's version and cuDNN is not installed.
+    With `argnums=None` the first positional argument with floating-point leaves is differentiated, else all keyword
+    arguments, else only closed-over values, else nothing. `UnsupportedError` if `argnums` names nothing that can be
+    differentiated, an argument is not an array, or tracing needs cuDNN's version and cuDNN is not installed.
 
     Example:
         >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
@@ -193,15 +183,7 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
 
 
 def check_differentiated(program: Program, positions: Iterable[int] | None = None) -> None:
-    """Refuse a program that has nothing to differentiate.
-
-    Args:
-        program: The program.
-        positions: The inputs to differentiate; `None` for all arguments.
-
-    Raises:
-        UnsupportedError: If none of them has a floating-point dtype.
-    """
+    """Refuse a program with no floating-point input to differentiate, at these positions or at all."""
     if program.differentiated:
         return
     chosen = range(len(program.consts), len(program.invars)) if positions is None else positions

@@ -20,9 +20,6 @@ from jaxsub.planners.select import Candidates
 def cheap_runs(chain: Chain) -> tuple[Run, ...]:
     """Make a region of each stage but the last, which recomputes what is cheap and saves the rest.
 
-    Args:
-        chain: The chain; items of several stages are ignored.
-
     Example:
         >>> from jaxsub.core.chain import Item, Stage
         >>> options = (Option((), 0, 4, 9.0), Option((0,), 1, 4, 0.5), Option((0, 1), 2, 4, 0.5))

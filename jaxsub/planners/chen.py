@@ -32,16 +32,10 @@ from jaxsub.planners.select import Candidates
 def greedy_mirror_counts(
     graph: Graph, candidates: Collection[int], budget_bytes: float
 ) -> tuple[tuple[int, ...], int, int]:
-    """Choose the mirror count of each node greedily: the paper's Algorithm 3.
+    """Choose the mirror count of each node greedily: the paper's Algorithm 3, its C the candidates, its B the budget.
 
-    Args:
-        graph: The program.
-        candidates: The nodes that may end a segment, the paper's C.
-        budget_bytes: The approximate bytes that one segment may make, the paper's B.
-
-    Returns:
-        m(v) for each node, 0 where its result is saved and 1 where it is recomputed; x, the approximate bytes between
-        segments; y, the approximate bytes of the largest segment that ends at a candidate.
+    Returns m(v) for each node, 0 where its result is saved and 1 where it is recomputed; x, the approximate bytes
+    between segments; y, the approximate bytes of the largest segment that ends at a candidate.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -66,18 +60,12 @@ def greedy_mirror_counts(
 
 
 def greedy_plan(chain: Chain, budget_bytes: float) -> tuple[tuple[Run, ...], int, int]:
-    """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes.
+    """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes, its B the budget.
 
     The candidate splitting points are the cuts between stages. A segment stores the values that it makes and later
-    segments read: a value that crosses many cuts counts once, where it is made.
-
-    Args:
-        chain: The chain.
-        budget_bytes: The approximate bytes that one segment may make, the paper's B.
-
-    Returns:
-        The runs: a region that saves nothing for each segment but the last, which is not wrapped; x, the bytes between
-        segments; y, the approximate bytes of the largest segment but the last.
+    segments read: a value that crosses many cuts counts once, where it is made. Returns a region that saves nothing for
+    each segment but the last, which is not wrapped; x, the bytes between segments; y, those of the largest segment but
+    the last.
 
     Example:
         >>> from jaxsub.core.chain import Stage

@@ -64,15 +64,7 @@ class Memo:
     _answers: list[tuple[Chain, Answer]] = field(init=False, default_factory=list)
 
     def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for the planner's natural plan.
-
-        Raises:
-            InfeasibleBudgetError: If no plan is predicted to fit.
-        """
+        """Plan a chain; `None` asks for the planner's natural plan, `InfeasibleBudgetError` says that none fits."""
         answer = next((answer for known, answer in self._answers if known is chain or known == chain), None)
         if answer is None:
             answer = solved(self.planner, chain)

@@ -46,14 +46,8 @@ BOUND_SECONDS = 10.0
 def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS) -> float | None:
     """Bound the FLOPs that any schedule recomputes in a budget from below, by Checkmate's linear relaxation.
 
-    Args:
-        chain: The chain, of at most 60 stages.
-        budget_bytes: The budget in bytes.
-        seconds: How long the solver may take.
-
-    Returns:
-        FLOPs, elementwise work weighed down as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no
-        schedule fits; `None` where the chain has more stages or the solver took too long.
+    They are weighed as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no schedule fits; `None` where the
+    chain has over 60 stages or the solver takes too long.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Stage

@@ -67,14 +67,7 @@ class Solution:
     _filled: dict[Filling, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self, budget_bytes: int) -> tuple[Run, ...]:
-        """Find the cheapest runs that are predicted to fit; in short regions, unless the chain is long.
-
-        Args:
-            budget_bytes: The budget, in bytes.
-
-        Raises:
-            InfeasibleBudgetError: If not even `least` fits.
-        """
+        """Find the cheapest runs that are predicted to fit, if any; in short regions, unless the chain is long."""
         plain = self.chain.plain()
         found = [(plain, predict(self.chain, plain))]
         reach = budget_bytes + most_hosted(self.chain)
@@ -266,13 +259,7 @@ def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
 
 
 def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = TUNING.deepest) -> Solution:
-    """Solve a chain for all budgets up to a most.
-
-    Args:
-        chain: The chain.
-        max_bytes: The most memory to plan for, in bytes; `None` for what the chain needs without recomputation.
-        slots: About how many slots to divide it into.
-        max_depth: How deep regions may nest.
+    """Solve a chain for all budgets up to a most, by default what it needs without recomputation, in so many slots.
 
     Example:
         >>> from jaxsub.core.chain import Chain, Crossing, Stage

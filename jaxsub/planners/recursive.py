@@ -26,11 +26,7 @@ GROWTH = 1.25  # from one k to try to the next, once they are large
 
 
 def recursive_runs(chain: Chain, k: int) -> tuple[Run, ...]:
-    """Make the runs of the recursion that stores `k` results at every level.
-
-    Args:
-        chain: The chain.
-        k: How many results to store; at least 1.
+    """Make the runs of the recursion that stores `k` results, at least one, at every level.
 
     Example:
         >>> from jaxsub.core.chain import Stage

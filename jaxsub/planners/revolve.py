@@ -40,11 +40,7 @@ def repeats_of(n: int, slots: int) -> int:
 
 
 def revolve_runs(chain: Chain, slots: int) -> tuple[Run, ...]:
-    """Make the runs of binomial checkpointing.
-
-    Args:
-        chain: The chain.
-        slots: How many states may be stored beside the chain's input; at least 1.
+    """Make the runs of binomial checkpointing with so many states stored beside the chain's input, at least one.
 
     Example:
         >>> from jaxsub.core.chain import Stage

@@ -19,14 +19,7 @@ MOST_CHOICES = 64  # Pareto-optimal splits of one region up to a cut that are ke
 
 
 def split_regions(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Replace long regions by short ones that cost the same.
-
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages.
-
-    Returns:
-        Runs that are predicted to need no more memory and recompute no more.
+    """Replace long regions by short ones predicted to need no more memory and recompute no more.
 
     Example:
         >>> from jaxsub.core.chain import Crossing, Item, Option, Stage

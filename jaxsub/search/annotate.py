@@ -48,14 +48,8 @@ REGIONS = ("checkpoint", "remat", "remat2")
 
 
 def opened(program: Program, plan: Plan, target: Target, store: Store | None) -> Plan:
-    """The plan with its loops and slices opened.
-
-    Args:
-        program: The program as it was traced.
-        plan: A plan of it.
-        target: What it is planned for.
-        store: Where what was opened is kept between processes, under the program's own lines and scopes;
-            `None` for nowhere.
+    """The plan with its loops and slices opened; a store keeps that between processes, with the program's lines and
+    scopes.
     """
     if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
         return plan

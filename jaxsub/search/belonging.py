@@ -27,9 +27,6 @@ from jaxsub.jaxpr.trace import Program
 def require_belonging(program: Program, plan: Plan) -> Plan:
     """Refuse a plan that does not hold together on a program of its fingerprint; other programs are `emit`'s matter.
 
-    Raises:
-        PlanMismatchError: If anything is wrong; it says what.
-
     Example:
         >>> from jaxsub.core.budget import Budget
         >>> from jaxsub.jaxpr.trace import trace

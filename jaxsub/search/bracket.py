@@ -81,16 +81,9 @@ class Bracket:
 
 
 def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
-    """Find the largest multiple of `unit` whose bytes are within a limit.
+    """Find the largest multiple of `unit` whose bytes, about linear in it, are within a limit; 0 if none is.
 
-    Args:
-        bytes_of: Bytes of a batch; growing with it, about linearly.
-        limit: The limit.
-        unit: What the batch is a multiple of.
-        known: A batch that is known to fit, or 0.
-
-    Returns:
-        The batch, or 0 if not even `unit` fits.
+    A batch that is known to fit may be given.
 
     Example:
         >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)

@@ -60,21 +60,9 @@ EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 
 def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
         by_hand: Callable[[], Sequence[Plan]] = tuple) -> Plan:  # fmt: skip
-    """Find a plan that the compiler confirms to fit.
+    """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
 
-    Args:
-        verifier: Compiles plans.
-        candidates: The planner's plans.
-        budget: The budget as the user gave it.
-        budget_bytes: The same in bytes.
-        effort: How much to compile.
-        by_hand: Makes more plans to try, those that recompute least first (`jaxsub.search.by_hand`).
-
-    Returns:
-        The plan, measured; the plain program's measurement beside it where that was compiled.
-
-    Raises:
-        InfeasibleBudgetError: If none of the planner's plans fits.
+    Plans by hand (`jaxsub.search.by_hand`) are tried too. `InfeasibleBudgetError` if none of the planner's plans fits.
     """
     began = time.monotonic()
     plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)

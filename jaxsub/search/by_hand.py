@@ -85,15 +85,10 @@ class _Piece:
 
 
 def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
-    """The plans that people write by hand for a program.
+    """The plans that people write by hand for a program, one a policy, the one that recomputes least first.
 
-    Args:
-        program: The program.
-        gpu: The GPU to compile for; `None` for a CPU.
-
-    Returns:
-        One plan a policy, with its prediction, the one that recomputes least first; none where there is neither a loop
-        nor a block. Of two policies that save the same there is one plan, named after the first.
+    There are none where there is neither a loop nor a block. Of two policies that save the same there is one plan,
+    named after the first.
 
     Example:
         >>> import jax.numpy as jnp

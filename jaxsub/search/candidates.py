@@ -69,11 +69,6 @@ class Candidates:
         """The plan that needs least, among those that recompute hardly more than the planner's own for a budget.
 
         A plan that fills its budget to the last byte may overshoot it, and costs another compile then.
-
-        Args:
-            way: The way.
-            budget_bytes: The budget.
-            slack: As for `plan`.
         """
         best = self.plan(way, budget_bytes, slack)
         most = recomputed_share(best) + TUNING.partition_gain
@@ -90,11 +85,7 @@ class Candidates:
         return best
 
     def predicted_to_fit(self, budget_bytes: int) -> Plan:
-        """The planner's plan on the partition on which least is predicted to be recomputed.
-
-        Raises:
-            InfeasibleBudgetError: If it says that nothing fits; the least that it names is met when it is asked for.
-        """
+        """The planner's plan on the partition on which least is predicted to be recomputed; or a refusal."""
         try:
             return self._refusing(budget_bytes)
         except InfeasibleBudgetError as refused:

@@ -48,10 +48,7 @@ class Candidate:
 def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
     """Candidates none of which is better than another, memory rising.
 
-    Args:
-        pricer: Prices the program.
-        chunks: Which runs may be executed in slices. Unless it is `True`, slices have to spare more recompute than a
-            plan is given without looking at them.
+    Unless `chunks` is `True`, slices have to spare more recompute than a plan is given without looking at them.
     """
     if isinstance(chunks, Mapping):
         return best(_in_slices(pricer, asked(pricer.program, chunks)))
@@ -64,11 +61,8 @@ def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
 
 
 def best(found: Iterable[Candidate], price: float = 0.0) -> list[Candidate]:
-    """Those that no other is better than in both memory and recompute, memory rising.
-
-    Args:
-        found: Candidates.
-        price: What slices count as, in forward passes.
+    """Those that no other is better than in both memory and recompute, memory rising; slices count as `price` forward
+    passes.
     """
 
     def cost(candidate: Candidate) -> float:

@@ -43,14 +43,7 @@ class Overrides:
 
 
 def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
-    """Find the values of mirror counts by name.
-
-    Args:
-        program: The program.
-        counts: A mirror count for each name: 0 to save its values, 1 or more to recompute them.
-
-    Raises:
-        ValueError: If a count is negative or no integer, or the function has no value of that name.
+    """Find the values of mirror counts by name, 0 to save and more to recompute; refuse unknown names and other counts.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,18 +91,7 @@ def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[s
 
 
 def overridden(program: Program, plan: Plan, overrides: Overrides) -> Plan:
-    """Change a plan where it differs from the overrides.
-
-    Args:
-        program: The program it is for.
-        plan: The plan.
-        overrides: The overrides.
-
-    Returns:
-        The plan, unchanged if it follows them.
-
-    Raises:
-        UnsupportedError: If an override would recompute an equation that must run exactly once.
+    """Change a plan where it differs from the overrides; refuse to recompute an equation that must run exactly once.
 
     Example:
         >>> import jax.numpy as jnp

@@ -28,12 +28,7 @@ MOST_NAMED = 3
 
 @in_its_width
 def warn_of_repeated(program: Program, plan: Plan) -> None:
-    """Warn of side effects that the gradient under a plan has more often than the plain one.
-
-    Args:
-        program: The program.
-        plan: Its plan.
-    """
+    """Warn of side effects that the gradient under a plan has more often than the plain one."""
     if not (plan.segments or plan.loops) or not any(map(_may_report_again, program.eqns)):
         return
     if compat.names_axes(program.traced):

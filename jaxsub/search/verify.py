@@ -41,13 +41,8 @@ MOST_EQUATIONS = 1000
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The gradient that is measured: of the loss, or of every floating-point output where there is none.
 
-    Args:
-        program: The program.
-        flat: A function of its flat inputs that returns its flat outputs.
-
-    Returns:
-        A function that returns outputs and gradients, and the shapes of its arguments: the program's flat inputs,
-        and cotangents for its outputs where it has no loss.
+    It is a function that returns outputs and gradients. Beside it come the shapes of its arguments: the program's flat
+    inputs, and cotangents for its outputs where it has no loss.
     """
 
     def of(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:

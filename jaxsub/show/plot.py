@@ -72,19 +72,9 @@ def _unit(n_bytes: int) -> tuple[str, int]:
 
 
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
-    """Draw live bytes over time, before and after, with regions and the steps of loops under them.
+    """Draw live bytes over time, before and after, with regions and the steps of loops under them; return the axes.
 
     A plan without a timeline, or of a function that runs in slices as a whole, is drawn as one step or slice.
-
-    Args:
-        plan: The plan.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
     """
     before, after = curves(plan)
     inside = whole_in_slices(plan)
@@ -113,19 +103,7 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
 
 
 def plot_steps(steps: Steps, ax: Any = None) -> Any:
-    """Draw what is live inside one step of a loop, or one slice.
-
-    Args:
-        steps: The loop or the run in slices, opened.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-        ValueError: If it has too many kernels to draw.
-    """
+    """Draw what is live inside one step of a loop, or one slice; `ValueError` if it has too many kernels to draw."""
     curve = curve_of(steps.timeline)
     if curve is None or steps.timeline is None:
         raise ValueError(f"one step of `{steps.label}` has too many kernels to draw; print the plan")
@@ -188,18 +166,7 @@ def _rows(ax: Any, rows: tuple[Bar, ...], height: float) -> None:
 
 
 def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
-    """Draw memory against recomputation: the frontier, plans made by hand, and what was measured.
-
-    Args:
-        frontier: The frontier.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-    """
+    """Draw memory against recomputation: the frontier, plans made by hand, and what was measured."""
     ax = _axes(ax)
     top = max(point.temp_bytes for point in frontier.points)
     unit, size = _unit(top)
@@ -223,18 +190,7 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
 
 
 def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
-    """Draw the temporary memory that the compiler has scheduled, instruction by instruction.
-
-    Args:
-        timeline: The timeline.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-    """
+    """Draw the temporary memory that the compiler has scheduled, instruction by instruction."""
     ax = _axes(ax)
     unit, size = _unit(timeline.temp_bytes)
     live = [n_bytes / size for n_bytes in timeline.live_bytes]

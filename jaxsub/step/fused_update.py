@@ -100,16 +100,10 @@ class Findings:
 def with_fused_updates(
     fun: Callable[..., Any], donated: Callable[..., Sequence[bool]], findings: Findings | None = None
 ) -> Callable[..., Any]:
-    """The same step, with every update that can be inside its backward scan.
+    """The same step, with every update that can be inside its backward scan, to be compiled with the same donations.
 
-    Args:
-        fun: The step, a function of arrays.
-        donated: Given the step's arguments, whether each of their leaves is donated.
-        findings: Says what may be done; filled at each trace with what was done.
-
-    Returns:
-        A function with the same results, to be compiled by `jax.jit` with the same donations. Where nothing can be
-        fused it is the step as it was traced.
+    `donated` says of each leaf of the step's arguments whether it is; `findings` says what may be done and is filled at
+    each trace with what was. Where nothing can be fused it is the step as it was traced.
 
     Example:
         >>> def step(ws, x):

@@ -133,13 +133,9 @@ def _predicted(plan: Plan) -> int:
 
 
 def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], traced: Any) -> tuple[Held, ...]:
-    """What a step's arguments hold, by name, largest first.
+    """What a step's arguments hold, by name, largest first; `names` are those of positional ones.
 
-    Args:
-        args: Positional arguments: trees of arrays and shapes.
-        kwargs: Keyword arguments, likewise.
-        names: What the positional arguments are called.
-        traced: The step, traced (`jax.jit(step).trace(...)`): it knows what is donated and what is returned.
+    The step, traced (`jax.jit(step).trace(...)`), knows what is donated and what is returned.
     """
     returned: dict[Any, int] = {}
     for leaf in jax.tree.leaves(traced.out_info):

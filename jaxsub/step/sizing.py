@@ -165,11 +165,7 @@ class Sizing:
         return self.attempts[key]
 
     def run(self, n_bytes: int) -> Attempt | None:
-        """Find the plans with which the step fits and recomputes least, or `None`.
-
-        Args:
-            n_bytes: What the step may take of a device.
-        """
+        """Find the plans with which the step fits in so many bytes of a device and recomputes least, or `None`."""
         if self._fits(self.first, n_bytes):
             return self.first
         if not self.ladders:
