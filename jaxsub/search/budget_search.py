@@ -29,7 +29,7 @@ from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
+from jaxsub.search.candidates import Candidates, Partition, predicted_bytes, recomputed_share
 from jaxsub.search.verify import Verifier, finish, peak_line, standing
 
 NAMED_HOLDERS = 4
@@ -71,12 +71,12 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
     search = _Search(verifier, candidates, budget_bytes, effort, began)
-    ways = candidates.ranked(budget_bytes)
-    for way in ways[:2]:
-        search.run(way, budget_bytes / search.error)
+    partitions = candidates.ranked(budget_bytes)
+    for cuts in partitions[:2]:
+        search.run(cuts, budget_bytes / search.error)
         if search.best is not None:
             break
-    search.dare(ways)
+    search.dare(partitions)
     search.by_hand(by_hand)
     if search.best is None:
         search.least()
@@ -109,20 +109,20 @@ class _Search:
         """By what factor even the best of the predictions so far was too low; 1 where one was not."""
         return max(1.0, min(self.errors, default=1.0))
 
-    def dare(self, ways: Sequence[Way]) -> None:
+    def dare(self, partitions: Sequence[Partition]) -> None:
         """Try least plans that are predicted not to fit, where what fits recomputes much."""
-        for way in ways:
+        for cuts in partitions:
             if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
-                least = predicted_bytes(self.candidates.plan(way, 1, TUNING.least_slack))
+                least = predicted_bytes(self.candidates.plan(cuts, 1, TUNING.least_slack))
                 if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
-                    self.run(way, least)
+                    self.run(cuts, least)
 
-    def run(self, way: Way, asked: float) -> None:
+    def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
         bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
         before, needed = None, 0
         while True:
-            plan = self._aimed(way, asked)
+            plan = self._aimed(cuts, asked)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
@@ -138,11 +138,11 @@ class _Search:
                 return
             asked = following
 
-    def _aimed(self, way: Way, asked: float) -> Plan:
+    def _aimed(self, cuts: Partition, asked: float) -> Plan:
         """The plan to compile for what is asked: until one fits, one that leaves room where room is cheap."""
         if self.best is not None:
-            return self.candidates.plan(way, asked, TUNING.least_slack)
-        return self.candidates.roomier(way, asked, TUNING.least_slack)
+            return self.candidates.plan(cuts, asked, TUNING.least_slack)
+        return self.candidates.roomier(cuts, asked, TUNING.least_slack)
 
     def may_try(self, plan: Plan) -> bool:
         """Whether a plan is worth a compile: none fits yet, or it is predicted to spare enough beside the best."""
@@ -208,14 +208,14 @@ class _Search:
 
     def least(self) -> None:
         """Try the planner's least plans, the same whatever the budget is."""
-        ways = self.candidates.every()
-        found = sorted((predicted_bytes(self.candidates.plan(way, 1)), i) for i, way in enumerate(ways))
-        near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
-        for number, (way, slack) in enumerate(tries[: TUNING.least_compiles]):
+        partitions = self.candidates.choices
+        found = sorted((predicted_bytes(self.candidates.plan(cuts, 1)), i) for i, cuts in enumerate(partitions))
+        near = [partitions[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
+        tries = [(cuts, slack) for slack in (TUNING.least_slack, 0.0) for cuts in near]
+        for number, (cuts, slack) in enumerate(tries[: TUNING.least_compiles]):
             if number and not self._may_need_less(found[0][0]):
                 return
-            plan = self.candidates.plan(way, 1, slack)
+            plan = self.candidates.plan(cuts, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
@@ -243,18 +243,18 @@ class _Search:
             return _needed(self.least_seen)
         return self.budget_bytes if recomputed_share(self.best) > TUNING.compile_gain else 0
 
-    def _between_leasts(self, way: Way) -> None:
+    def _between_leasts(self, cuts: Partition) -> None:
         """Look for what needs less than the least plan does, from what that is predicted to need upwards.
 
         Packing may add a tenth to the least and nothing to a larger plan.
         """
-        low = predicted_bytes(self.candidates.plan(way, 1))
+        low = predicted_bytes(self.candidates.plan(cuts, 1))
         for _ in range(TUNING.between_compiles):
             least = _needed(self.least_seen)
             if self.best is not None or least - low <= TUNING.between_gap * least:
                 return
             asked = (low + least) // 2
-            plan = self.candidates.plan(way, asked, TUNING.least_slack)
+            plan = self.candidates.plan(cuts, asked, TUNING.least_slack)
             plan = plan.replace(measurement=self.try_(plan))
             self.least_seen = plan if _needed(plan) < least else self.least_seen
             low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low

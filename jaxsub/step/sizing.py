@@ -25,7 +25,7 @@ from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
+from jaxsub.search.candidates import Candidates, Partition, predicted_bytes, recomputed_share
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
@@ -74,7 +74,7 @@ class Ladder:
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
-    chosen: Way | None = field(init=False, default=None)
+    chosen: Partition | None = field(init=False, default=None)
     planning: Planning | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class Ladder:
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            return [*(self.candidates.plan(Way(cuts), 1) for cuts in self.cuts), *self._in_slices(1)]
+            return [*(self.candidates.plan(cuts, 1) for cuts in self.cuts), *self._in_slices(1)]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
