@@ -114,14 +114,6 @@ class Store:
 
     Attributes:
         directory: Where they are kept, the user's home written as `~` perhaps; `None` for in memory only.
-
-    Example:
-        >>> store = Store(None)
-        >>> store.put("key", {"temp_bytes": 4096})
-        >>> store.get("key", dict[str, int])
-        {'temp_bytes': 4096}
-        >>> store.get("key", list) is store.get("another", int) is None
-        True
     """
 
     directory: Path | None = None

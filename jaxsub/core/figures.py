@@ -21,13 +21,7 @@ MOST_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure in which two plans differ.
-
-    Attributes:
-        name: What it is, with its unit: `measured_bytes`.
-        this: The figure of the first plan, `None` where it has none.
-        other: The figure of the second.
-    """
+    """A figure in which two plans differ, its unit in the name, `None` where one of them has none."""
 
     name: str
     this: float | None

@@ -43,12 +43,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The files of one kind in one directory.
-
-    Attributes:
-        directory: The directory that the user named.
-        name: The folder in it that holds the files.
-    """
+    """The files of one kind in a folder of this name in the directory that the user named."""
 
     directory: Path
     name: str

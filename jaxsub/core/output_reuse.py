@@ -29,13 +29,6 @@ def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ..
     """Predict for each run the bytes of its residuals that outputs host; no run is inside another.
 
     They are two sums: of values that cross the cut behind it, and of what it saves or keeps.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
-        >>> crossings = (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))
-        >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])
-        ((5, 0), (0, 0), (0, 0))
     """
     places: dict[int, deque[int]] = {}
     for stage, s in enumerate(chain.stages):
@@ -116,13 +109,6 @@ def unfenced(chain: Chain) -> Chain:
 
     A GPU may instead compute them all when they are added up, from operands that are live until then, whichever needs
     less; then the sums' buffers host other values until that time. Zeros that barriers would keep live are not hoisted.
-
-    Example:
-        >>> from jaxsub.core.chain import Chain, Stage
-        >>> first, second = Stage(1, 2, joined_bytes=8, summed_bytes=16), Stage(2, 3, joined_bytes=8)
-        >>> stages = (Stage(0, 1), first, second, Stage(3, 4))
-        >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
-        [0, 8, 0, 0]
     """
     if not any(s.joined_bytes or s.ahead_bytes for s in chain.stages):
         return chain

@@ -21,12 +21,7 @@ LOGGER = logging.getLogger("jaxsub.planning")
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What maps a chain to a chain.
-
-    Attributes:
-        name: What it does, for the log.
-        change: The map; it returns a new chain.
-    """
+    """A map from chain to chain, with a name for the log."""
 
     name: str
     change: Callable[[Chain], Chain]

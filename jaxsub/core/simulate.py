@@ -44,18 +44,7 @@ def _faults(chain: Chain, runs: Sequence[Run], start: int, stop: int, depth: int
 
 
 def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
-    """Replay runs in exact bytes; `PlannerError` if they do not hold together.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> chain = Chain(
-        ...     (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3)),
-        ...     (),
-        ...     (Crossing(0, 1, 1, 1),),
-        ... )
-        >>> predict(chain, chain.plain()).temp_bytes
-        12
-    """
+    """Replay runs in exact bytes; `PlannerError` if they do not hold together."""
     check_runs(chain, runs)
     replay = stage_timeline(chain, runs)
     live, at = replay.live_bytes, replay.steps[replay.peak_step].start

@@ -182,15 +182,7 @@ class StageTimeline:
 
 
 def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
-    """Replay runs that cover a chain's stages, step by step.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3))
-        >>> chain = Chain(stages, (), (Crossing(0, 1, 1, 1),))
-        >>> stage_timeline(chain, chain.plain()).live_bytes
-        (0, 12, 9)
-    """
+    """Replay runs that cover a chain's stages, step by step."""
     replay = _Replay(chain)
     replay.scope(runs, held=0, depth=0)
     nodes = (*(s.start for s in chain.stages), chain.stages[-1].stop)

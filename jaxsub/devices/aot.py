@@ -134,13 +134,7 @@ def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[
 
 
 def require_packages(is_installed: Callable[[str], bool] | None = None) -> None:
-    """Refuse where packages that compile for an absent GPU are not installed; `is_installed` says whether a module is.
-
-    Example:
-        >>> require_packages(lambda module: module != "flatbuffers")
-        Traceback (most recent call last):
-        jaxsub.core.errors.UnsupportedError: Compiling for an absent GPU needs flatbuffers...
-    """
+    """Refuse where packages that compile for an absent GPU are not installed; `is_installed` says which are."""
     is_installed = is_installed or _is_installed
     if missing := [package for modules, package in NEEDED if not any(map(is_installed, modules))]:
         raise UnsupportedError(

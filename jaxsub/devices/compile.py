@@ -44,11 +44,6 @@ def compile_for(
 
     A function under `jax.jit` keeps its shardings and donations; `target=None` is the device in use. Of an absent
     device only the memory analysis comes back; `UnsupportedError` where it cannot be compiled for.
-
-    Example:
-        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-        >>> compile_for(lambda x: x @ x, (x,)).memory_analysis().output_size_in_bytes
-        256
     """
     target = get_target(target)
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
@@ -87,13 +82,7 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
 def measure_compiled(
     fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
 ) -> Measurement:
-    """Compile a function for a target and measure the memory it needs; as `compile_for`.
-
-    Example:
-        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-        >>> measure_compiled(lambda x: x @ x, (x,)).argument_bytes
-        256
-    """
+    """Compile a function for a target and measure the memory it needs; as `compile_for`."""
     target = get_target(target)
     start = time.perf_counter()
     compiled = compile_for(fun, args, target, donate_argnums=donate_argnums)

@@ -49,13 +49,6 @@ def sliced(
 
     A slice of the full size runs `one`, or `jaxpr_of_slice`. Over how many devices the axis is split is `parts`; the
     count times this divides its length.
-
-    Example:
-        >>> from jaxsub.jaxpr.axes import follow
-        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x).sum())(jnp.ones(6)).jaxpr
-        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
-        >>> round(float(sliced(axis, jaxpr.invars, jaxpr.outvars, 3)(jnp.ones(6))[0]), 4)
-        5.0488
     """
     wanted = _results(axis, outputs)
     plainly = _Slices(axis, wanted, -(-axis.length // count), one, parts)

@@ -38,15 +38,7 @@ KINDS = ("pinned_host",)
 
 
 def require_memory(target: Target, kind: str) -> None:
-    """Refuse a target without such a memory, by JAX's name for it, or whose own memory is the host's.
-
-    Example:
-        >>> from jaxsub.devices.targets import get_target
-        >>> require_memory(get_target("h100"), "pinned_host")
-        >>> require_memory(get_target("cpu"), "pinned_host")
-        Traceback (most recent call last):
-        jaxsub.core.errors.UnsupportedError: offload="pinned_host" keeps values in the host's memory...
-    """
+    """Refuse a target without such a memory, by JAX's name for it, or whose own memory is the host's."""
     if target.platform == "cpu":
         raise UnsupportedError(
             f'offload="{kind}" keeps values in the host\'s memory, and `{target.name}` computes in that memory: '
@@ -137,11 +129,6 @@ def settled(region: Callable[..., Any]) -> Callable[..., Any]:
     Its derivative is that of the region, taken by `jax.linearize`; the residuals in host memory are put behind one
     barrier with the results. All of JAX's transforms that the region itself allows stay allowed: JAX 0.10 to 0.12 allow
     no second reverse pass over one that offloads.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(jax.grad(lambda x: settled(lambda y: (jnp.sin(y),))(x)[0])(0.0))
-        1.0
     """
     call = jax.custom_jvp(region)
 

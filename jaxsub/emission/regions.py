@@ -52,13 +52,6 @@ def with_regions(
 
     It has these outermost regions, in a scope of this name, and a gradient barrier in front of these nodes.
     `PlannerError` if a region cannot save its saved values.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)), (1.0,), {})
-        >>> [round(float(y), 4) for y in with_regions(program, [Segment(0, 1)], [])(1.0)]
-        [0.7456]
     """
     return _Emitter(program, tuple(sorted(set(barriers)))).function(segments, scope)
 

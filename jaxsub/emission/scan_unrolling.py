@@ -25,15 +25,6 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
 
     The program takes constants, carry and stacked slices of xs, and returns the carry and stacked slices of ys; where
     `reverse`, the last slices come first.
-
-    Example:
-        >>> from jaxsub.emission.scans import body_program
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> def f(ws, x):
-        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-        >>> body = body_program(trace(f, (jnp.ones((6, 2, 2)), jnp.ones((2, 2))), {}), 0)
-        >>> [eqn.primitive.name for eqn in unrolled(body, 0, 1, 2, reverse=False).eqns]
-        ['slice', 'squeeze', 'dot_general', 'tanh', 'slice', 'squeeze', 'dot_general', 'tanh']
     """
     step = compat.make_jaxpr_of(body.eqns, body.invars, body.outvars, body.traced)
 

@@ -39,15 +39,7 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 
 
 def with_loops(program: Program, loops: Sequence[Way]) -> Program:
-    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is.
-
-    Example:
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x), (1.0,), {})
-        >>> blocks = with_loops(program, [Loop(0, blocks=(3,))])
-        >>> [eqn.primitive.name for eqn in blocks.eqns]
-        ['jit']
-    """
+    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is."""
     if not loops:
         return program
     eqns, signatures = list(program.eqns), list(program.signatures)

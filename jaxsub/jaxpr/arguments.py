@@ -25,13 +25,7 @@ AnyArgnums = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """The static arguments of a function.
-
-    Attributes:
-        fun: The function.
-        argnums: Their positions, for arguments that are passed by position.
-        argnames: Their names, for arguments that are passed by name.
-    """
+    """The static arguments of a function, by position and by name."""
 
     fun: Callable[..., Any]
     argnums: frozenset[int]

@@ -86,15 +86,7 @@ class Axis:
 
 
 def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
-    """Follow an axis, a dimension of one of the inputs, through a run of equations; `follow_all` for one input.
-
-    Example:
-        >>> import jax
-        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w).sum())(jnp.ones((4, 2)), jnp.ones((2, 3))).jaxpr
-        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
-        >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]
-        (['dot_general', 'tanh', 'reduce_sum'], [Place(dim=0, unit=1)])
-    """
+    """Follow an axis, a dimension of one of the inputs, through a run of equations; `follow_all` for one input."""
     return follow_all(eqns, inputs, outputs, [seed], dim, may_end_early=True)
 
 
@@ -296,8 +288,7 @@ class _Inside(_Walk):
 class _Run(_Walk):
     """A run: equations without the axis run before the slices, those that read totals after them.
 
-    Attributes:
-        first: How many units are followed, if not all: an equation drops the others.
+    Of the axis `first` units are followed, if not all: an equation drops the others.
     """
 
     first: int | None = None

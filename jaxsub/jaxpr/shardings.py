@@ -37,14 +37,6 @@ Shardings = tuple[NamedSharding, ...]
 def sharding_of(leaf: Any) -> NamedSharding | None:
     """Find the sharding over several devices of an array, tracer, shape or number; `None` if there is none or it is
     unknown.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> split = NamedSharding(mesh, PartitionSpec("data"))
-        >>> sharding_of(jax.ShapeDtypeStruct((64,), "float32", sharding=split)).spec == PartitionSpec("data")
-        True
-        >>> sharding_of(3.0) is None
-        True
     """
     if isinstance(leaf, jax.core.Tracer):
         found = getattr(jax.typeof(leaf), "sharding", None)
@@ -102,14 +94,7 @@ def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
 
 
 def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> float:
-    """Compute the share of the data that one device holds, by the sharding of the largest input that is no weight.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> where = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",))]
-        >>> data_share([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
-        0.125
-    """
+    """Compute the share of the data that one device holds, by the sharding of the largest input that is no weight."""
     sizes = [math.prod(a.shape) for a in avals]
     data = [i for i in range(len(avals)) if i not in differentiated] or list(range(len(avals)))
     if not shardings or not max(sizes[i] for i in data):
@@ -123,12 +108,6 @@ def gathered_bytes(avals: Sequence[Any], shardings: Shardings, differentiated: S
 
     A weight that is sharded along the data's axes, as in fully sharded data parallelism, is gathered before a product
     can read it; other axes shard the product.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> where = tuple(NamedSharding(mesh, PartitionSpec("data")) for _ in range(2))
-        >>> gathered_bytes([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
-        (1024, 0)
     """
     data = [i for i in range(len(avals)) if i not in differentiated]
     if not shardings or not data:

@@ -26,16 +26,7 @@ def holds_while(eqn: Any) -> bool:
 
 
 def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
-    """Find the floating-point results, and all variables that their tangents come from.
-
-    Example:
-        >>> import jax
-        >>> def f(x, y):
-        ...     return jax.lax.while_loop(lambda z: z < 3, lambda z: z + jax.lax.stop_gradient(y), x)
-        >>> jaxpr = jax.make_jaxpr(f)(1.0, 2.0)
-        >>> [v in reaching(jaxpr.eqns, jaxpr.jaxpr.outvars) for v in jaxpr.jaxpr.invars]
-        [True, False]
-    """
+    """Find the floating-point results, and all variables that their tangents come from."""
     found = {a for a in results if has_tangent(a)}
     for eqn in reversed(eqns):
         wanted = [v in found for v in eqn.outvars]

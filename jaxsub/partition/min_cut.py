@@ -46,10 +46,7 @@ MOST_VALUES = 10
 class Choice:
     """One Pareto-optimal split of a run's residuals into saved and recomputed.
 
-    Attributes:
-        saved: Offsets of saved values from the first value that the run makes.
-        saved_bytes: Their bytes, without values that the run returns.
-        recompute_flops: Weighted FLOPs of the recomputed equations.
+    Saved are offsets from the first value that the run makes; their bytes are without values that the run returns.
     """
 
     saved: tuple[int, ...]

@@ -42,11 +42,9 @@ ROUNDING = np.float32(1e-4)  # relative; sums of many float32
 
 @dataclass(frozen=True, slots=True)
 class Nests:
-    """The least extra FLOPs inside nests.
+    """The least extra FLOPs inside nests, `f32[s, t, m]` for `t >= s`.
 
-    Attributes:
-        extra: `f32[s, t, m]`; defined for `t >= s`.
-        least: `[s, t]`: the least slots with a finite entry; the length of `m` where no entry is finite.
+    For `[s, t]` the least slots with a finite entry; the length of `m` where no entry is finite.
     """
 
     extra: np.ndarray

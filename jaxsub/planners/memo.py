@@ -54,11 +54,7 @@ KEPT_CHAINS = 4  # a program has few partitions
 
 @dataclass(slots=True, eq=False)
 class Memo:
-    """A planner that keeps another planner's answers for the last few chains.
-
-    Attributes:
-        planner: The planner.
-    """
+    """A planner that keeps another planner's answers for the last few chains."""
 
     planner: Callable[[Chain, int | None], Plan]
     _answers: list[tuple[Chain, Answer]] = field(init=False, default_factory=list)

@@ -49,13 +49,6 @@ def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS)
     They are weighed as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no schedule fits; `None` where the
     chain has over 60 stages or the solver takes too long.
 
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
-        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
-        >>> [round(least_flops(chain, n_bytes), 2) for n_bytes in (5, 9, 13)]
-        [1.75, 0.67, 0.0]
-
     References:
         Jain et al., Checkmate, 2020, section 4.6: the relaxation.
     """

@@ -21,11 +21,6 @@ class Candidates:
     """Plans of one chain that a planner makes from a number, each made and predicted once.
 
     A planner that compares the same plans for every budget is monotone: a larger budget never gets a slower plan.
-
-    Attributes:
-        chain: The chain.
-        runs_of: Makes runs that cover the chain from a number.
-        planner: The planner's name.
     """
 
     chain: Chain
@@ -112,10 +107,6 @@ def expected_compile_seconds(plan: Plan, plain_seconds: float) -> float:
     """Estimate how long a plan compiles: the time grows with the square of the number of equations.
 
     An equation's gradient counts as three equations, and one more for each recompute.
-
-    Example:
-        >>> round(expected_compile_seconds(Plan.from_mirror_counts([1, 1, 1, 0], fingerprint="f"), 9.0), 1)
-        14.1
     """
     counts = plan.mirror_counts
     return float(plain_seconds * (1 + sum(counts) / (3 * max(len(counts), 1))) ** 2)

@@ -40,9 +40,8 @@ NAMED_HOLDERS = 4
 class Effort:
     """How much is compiled.
 
-    Attributes:
-        gain: What a plan must be predicted to spare to be compiled once another fits, as a share of a forward pass.
-        max_seconds: After how many seconds nothing better is looked for; a plan that fits is looked for all the same.
+    Once a plan fits, another must be predicted to spare `gain` of a forward pass to be compiled. After `max_seconds`
+    nothing better is looked for; a plan that fits is looked for all the same.
     """
 
     gain: float = TUNING.compile_gain

@@ -23,13 +23,7 @@ Partition = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A program's plans before any compile: for each partition and budget the planner's own.
-
-    Attributes:
-        pricer: Prices the program.
-        planner: The planner.
-        choices: Partitions, the likeliest first.
-    """
+    """A program's plans before any compile: for each partition, the likeliest first, and budget the planner's own."""
 
     pricer: Pricer
     planner: Planner

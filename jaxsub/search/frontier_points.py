@@ -30,14 +30,7 @@ from jaxsub.search.verify import cut_choices, finish, usual_choices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A plan that is not made yet.
-
-    Attributes:
-        temp_bytes: Its predicted peak.
-        extra: What it recomputes, in forward passes.
-        make: Makes it.
-        is_sliced: Whether runs of it are executed in slices.
-    """
+    """A plan that is not made yet: its predicted peak, and what it recomputes in forward passes."""
 
     temp_bytes: int
     extra: float

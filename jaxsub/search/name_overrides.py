@@ -31,28 +31,14 @@ from jaxsub.jaxpr.trace import Program
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Values by index.
-
-    Attributes:
-        saved: Values to save.
-        recomputed: Values to recompute.
-    """
+    """The values to save and those to recompute, by index."""
 
     saved: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
 
 
 def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
-    """Find the values of mirror counts by name, 0 to save and more to recompute; refuse unknown names and other counts.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.ad_checkpoint import checkpoint_name
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
-        >>> read_overrides(program, {"wave": 0})
-        Overrides(saved=(2,), recomputed=())
-    """
+    """Find the values of mirror counts by name, 0 to save and more to recompute; refuse other names and counts."""
     wrong = [f"{name!r}: {m!r}" for name, m in counts.items() if isinstance(m, bool) or not isinstance(m, int) or m < 0]
     if wrong:
         raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong)}")
@@ -91,18 +77,7 @@ def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[s
 
 
 def overridden(program: Program, plan: Plan, overrides: Overrides) -> Plan:
-    """Change a plan where it differs from the overrides; refuse to recompute an equation that must run exactly once.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.ad_checkpoint import checkpoint_name
-        >>> from jaxsub.core.budget import Budget
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
-        >>> plan = Plan(program.fingerprint, Budget(), len(program.eqns))
-        >>> overridden(program, plan, read_overrides(program, {"wave": 1})).segments
-        (Segment(start=0, stop=3, saved=(), children=(), offloaded=()),)
-    """
+    """Change a plan where it differs from the overrides; refuse to recompute an equation that must run exactly once."""
     changed = _Changed(program, list(plan.segments), set(plan.barriers), overrides)
     for v in overrides.recomputed:
         changed.recompute(v)

@@ -90,16 +90,7 @@ def named(program: Program, runs: Sequence[Slices]) -> tuple[Slices, ...]:
 
 
 def axis_words(program: Program, within: Sequence[tuple[int, int]], value: int, dim: int) -> str:
-    """Name the axis that a dimension of a value in a body (as in `Slices`) is, by the argument that it comes from.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> shapes = jnp.ones((4, 5)), jnp.ones((2, 3, 4))
-        >>> program = trace(lambda w, x: jnp.tanh(x.reshape(6, 4) @ w).sum(), shapes, {})
-        >>> axis_words(program, (), program.graph.nodes[1].outputs[0], 0)
-        'axes 0 and 1 of `arg1`'
-    """
+    """Name the axis that a dimension of a value in a body (as in `Slices`) is, by the argument that it comes from."""
     found: list[tuple[Any, Dims]] = [(variable_of(program_within(program, within), value), (dim,))]
     for depth in range(len(within), -1, -1):
         part = program_within(program, within[:depth])

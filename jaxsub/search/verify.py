@@ -90,13 +90,7 @@ def _split(program: Program, outputs: Sequence[Any]) -> tuple[list[Any], list[An
 
 @dataclass(slots=True, eq=False)
 class Verifier:
-    """Compiles plans of one program and remembers what they need.
-
-    Attributes:
-        pricer: The program, its target, its prices, and where they are remembered.
-        most_compiles: How many whole programs are compiled at most, for the progress.
-        compiles: How many whole programs were compiled.
-    """
+    """Compiles plans of one program and remembers what they need, and how many whole programs it compiled."""
 
     pricer: Pricer
     most_compiles: int = 1

@@ -36,12 +36,8 @@ LEAST_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Live bytes over time: a step function.
-
-    Attributes:
-        times: Where each step starts, and where the last ends, in forward passes.
-        live_bytes: The bytes that stand during each step.
-        turn: When the backward pass starts.
+    """Live bytes during each step, which starts and ends at these times, in forward passes; and when the backward pass
+    starts.
     """
 
     times: tuple[float, ...]
@@ -92,14 +88,7 @@ def whole_in_slices(plan: Plan) -> Steps | None:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A region drawn under the curve.
-
-    Attributes:
-        depth: How many regions contain it.
-        start: When it starts, in forward passes; for a plan without a timeline a node.
-        stop: When it stops.
-        phase: `forward`, `again` or `backward`.
-    """
+    """A region under the curve, in so many others; times are in forward passes, without a timeline they are nodes."""
 
     depth: int
     start: float
@@ -189,13 +178,7 @@ def _node_bars(segments: Sequence[object], depth: int) -> list[Bar]:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A height that is marked beside the curves.
-
-    Attributes:
-        kind: `budget`, `measured`, or `plain` for what was measured without the plan.
-        n_bytes: The height.
-        words: What it is.
-    """
+    """A height that is marked beside the curves: `budget`, `measured`, or `plain`, measured without the plan."""
 
     kind: str
     n_bytes: int
@@ -232,13 +215,7 @@ def top_of(curves: Sequence[Curve | None], found: Sequence[Level]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Alike things in one row.
-
-    Attributes:
-        label: What they are, in words.
-        count: How many.
-        n_bytes: Their bytes, together.
-    """
+    """Alike things in one row: what they are, how many, and their bytes together."""
 
     label: str
     count: int

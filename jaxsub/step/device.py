@@ -87,12 +87,6 @@ def out_of_memory(measured: Measurement, memory_bytes: int, said: str, stats: Ma
     """The error of a step that was planned to fit and did not; `said` is the runtime's own message.
 
     Of `stats` are read `bytes_limit`, `bytes_in_use` and `largest_free_block_bytes`.
-
-    Example:
-        >>> step = Measurement(600, 300, 100, 0, None, 1.0, "gpu")
-        >>> found = out_of_memory(step, 1000, "RESOURCE_EXHAUSTED: ...", {"bytes_limit": 1000, "bytes_in_use": 450})
-        >>> found.planned_bytes, found.try_bytes
-        (1000, 850)
     """
     planned, found = measured.step_bytes, _ALLOCATION.search(said)
     refused = int(found[1]) if found else None
