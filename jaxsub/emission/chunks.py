@@ -31,7 +31,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis
 from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -116,7 +116,7 @@ class _Slices:
         eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
         has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
                       for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
-        return has_sum and not any(map(_holds_cond, eqns))
+        return has_sum and not any("cond" in primitives_in(eqn) for eqn in eqns)
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
@@ -244,10 +244,6 @@ def _with_gradient(
     moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
-
-
-def _holds_cond(eqn: Any) -> bool:
-    return eqn.primitive.name == "cond" or any(_holds_cond(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _put(args: Sequence[Any], places: Sequence[int], xs: Sequence[Any]) -> list[Any]:

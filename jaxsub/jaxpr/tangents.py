@@ -16,13 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.trace import ZERO_TANGENT
-
-
-def holds_while(eqn: Any) -> bool:
-    """Tell whether an equation is a loop of unknown length, or contains one."""
-    return eqn.primitive.name == "while" or any(holds_while(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:

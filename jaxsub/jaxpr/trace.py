@@ -22,7 +22,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
 from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
+from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signature_of
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, all_shardings
@@ -306,14 +306,9 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
 def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node:
     name = compat.unwrapped(eqn)[0].name
     touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
-    can_recompute = not touches_ref and not _runs_once(eqn)
+    can_recompute = not touches_ref and ONCE.isdisjoint(primitives_in(eqn))
     return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),
                 scope_of(str(eqn.source_info.name_stack)), (), can_recompute)  # fmt: skip
-
-
-def _runs_once(eqn: Any) -> bool:
-    """Tell whether an equation, or one inside it, has an effect that must happen once."""
-    return eqn.primitive.name in ONCE or any(_runs_once(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None) -> set[int]:

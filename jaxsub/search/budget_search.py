@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -29,7 +30,7 @@ from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.candidates import Candidates, Partition, predicted_bytes, recomputed_share
+from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.verify import Verifier, finish, peak_line, standing
 
 NAMED_HOLDERS = 4

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import predicted_bytes
+from jaxsub.core.figures import recomputed_share as recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
@@ -116,14 +118,3 @@ class Candidates:
         plan = self.plan(cuts, budget_bytes)
         needed = predicted_bytes(plan)
         return (recomputed_share(plan), 0) if needed <= budget_bytes else (math.inf, needed)
-
-
-def recomputed_share(plan: Plan) -> float:
-    """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
-    found = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-    return found + sum(run.extra_share for run in plan.slices)
-
-
-def predicted_bytes(plan: Plan) -> int:
-    """The predicted peak of a plan, in bytes; 0 where it does not say."""
-    return plan.prediction.temp_bytes if plan.prediction else 0

@@ -16,13 +16,13 @@ from itertools import accumulate
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.decisions import Inside, Slices
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.planners.optimal import solve
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.slice_search import is_whole_function, unfolded
 from jaxsub.search.slicing import Chunks, asked, candidates
 from jaxsub.search.verify import cut_choices, finish, usual_choices

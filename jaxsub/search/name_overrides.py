@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxsub.core.decisions import Segment
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import walk
 from jaxsub.jaxpr.trace import Program
 
 
@@ -48,26 +47,20 @@ def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
             named.setdefault(name, []).append(node.outputs[0])
     unknown = [name for name in counts if name not in named]
     if unknown:
-        raise ValueError(_unknown(unknown, sorted(named), {name for eqn in program.eqns for name in _inner(eqn)}))
+        raise ValueError(
+            _unknown(unknown, sorted(named), {compat.given_name(inner) for inner, _ in walk(program.eqns)})
+        )
     saved = tuple(sorted(v for name, m in counts.items() if m == 0 for v in named[name]))
     return Overrides(saved, tuple(sorted(v for name, m in counts.items() if m for v in named[name])))
 
 
-def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str]) -> str:
+def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str | None]) -> str:
     there = f"there are {', '.join(map(repr, known))}" if known else "it names none"
     hidden = [name for name in unknown if name in inner]
     text = f"mirror= names {', '.join(map(repr, unknown))}, and no value of the function has that name: {there}."
     if hidden:
         text += f" {', '.join(map(repr, hidden))} is inside a loop, a conditional or a function with its own rule."
     return f"{text} Name values with jax.ad_checkpoint.checkpoint_name."
-
-
-def _inner(eqn: Any) -> Iterator[str]:
-    for body in bodies_of(eqn):
-        for inner in body.eqns:
-            if (name := compat.given_name(inner)) is not None:
-                yield name
-            yield from _inner(inner)
 
 
 def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[str, int]) -> Callable[..., Plan]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.decisions import Loop
+from jaxsub.core.figures import recomputed_share as recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import BACKWARD_FORWARDS, Span, StageTimeline, family
@@ -323,13 +324,6 @@ def savers(plan: Plan) -> tuple[Saver, ...]:
         for name, alike in found.items()
     )  # fmt: skip
     return tuple(sorted(rows, key=lambda s: (-s.saved_bytes, s.label)))
-
-
-def extra_share(plan: Plan) -> float:
-    """What a plan recomputes, slices included, as a share of one forward pass."""
-    found = plan.prediction
-    share = found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
-    return share + sum(run.extra_share for run in plan.slices)
 
 
 def is_cheap(extra: float) -> bool:

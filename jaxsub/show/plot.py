@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsub.core.budget import format_bytes
+from jaxsub.core.budget import format_bytes, unit_of
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.show.curves import (
@@ -39,7 +39,6 @@ LEVELS = {"budget": (BUDGET, "--"), "measured": (AFTER, ":"), "plain": (BEFORE, 
 MARKERS = "sD^vP*Xph8"
 """Shapes besides colours, so that points are told apart in print."""
 
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 MANY = 80
 """With more regions in a row than this the lines between them would hide them."""
 
@@ -67,10 +66,6 @@ def _legend(ax: Any) -> None:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3, fontsize="small", frameon=False, borderaxespad=0)
 
 
-def _unit(n_bytes: int) -> tuple[str, int]:
-    return next(((unit, size) for unit, size in UNITS if n_bytes >= size), UNITS[-1])
-
-
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
     """Draw live bytes over time, before and after, with regions and the steps of loops under them; return the axes.
 
@@ -84,7 +79,7 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
         return plot_steps(inside, ax)
     ax, found = _axes(ax), levels(plan)
     top = top_of((before, after), found)
-    unit, size = _unit(top)
+    unit, size = unit_of(top)
     if before is not None:
         _steps(ax, before, size, BEFORE, f"without the plan, {format_bytes(before.peak_bytes)}", alpha=0.25)
     if after is not None:
@@ -108,7 +103,7 @@ def plot_steps(steps: Steps, ax: Any = None) -> Any:
     if curve is None or steps.timeline is None:
         raise ValueError(f"one step of `{steps.label}` has too many kernels to draw; print the plan")
     ax = _axes(ax)
-    unit, size = _unit(curve.peak_bytes)
+    unit, size = unit_of(curve.peak_bytes)
     _curve(ax, curve, size, f"live beside what it is given, {format_bytes(curve.peak_bytes)}")
     _rows(ax, phase_bars(steps.timeline), ROW_SHARE * curve.peak_bytes / size)
     _finish(ax, unit, is_timed=True)
@@ -169,7 +164,7 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
     """Draw memory against recomputation: the frontier, plans made by hand, and what was measured."""
     ax = _axes(ax)
     top = max(point.temp_bytes for point in frontier.points)
-    unit, size = _unit(top)
+    unit, size = unit_of(top)
     memory = [point.temp_bytes / size for point in frontier.points]
     extra = [100 * point.extra for point in frontier.points]
     ax.step(memory, extra, where="post", color=AFTER, lw=1.5, alpha=0.6)
@@ -192,7 +187,7 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
 def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
     """Draw the temporary memory that the compiler has scheduled, instruction by instruction."""
     ax = _axes(ax)
-    unit, size = _unit(timeline.temp_bytes)
+    unit, size = unit_of(timeline.temp_bytes)
     live = [n_bytes / size for n_bytes in timeline.live_bytes]
     ax.stairs(live, fill=True, color=AFTER, alpha=0.35)
     ax.stairs(live, color=AFTER, lw=1.2, label="alive, as compiled")

@@ -17,12 +17,12 @@ from jax.tree_util import SequenceKey, keystr
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.annotate import opened
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, peak_line, standing
 from jaxsub.step.fused_update import Fused, Whole

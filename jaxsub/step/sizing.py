@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsub.core.disk_cache import Store
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -25,7 +26,7 @@ from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import Candidates, Partition, predicted_bytes, recomputed_share
+from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
