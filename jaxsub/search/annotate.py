@@ -221,7 +221,7 @@ def _timeline(traced: TracedRun, again: Sequence[Any], gpu: Target | None) -> St
     pieces = [Piece("crossing", turn, last[v] + 1, 0, 1, aval_bytes(v.aval), (), "cotangents on their way")
               for v in traced.cotangents if last.get(v, -1) >= turn]  # fmt: skip
     for i, (kernel, eqn) in enumerate(kernels):
-        phase = "forward" if i < turn else "again" if id(eqn) in repeated else "backward"
+        phase = "forward" if i < turn else "recompute" if id(eqn) in repeated else "backward"
         steps.append(Step(phase, i, i + 1, flops_of(eqn).weighted, kernel.inner_bytes))
         for buffer, n_bytes in zip(kernel.makes, kernel.n_bytes, strict=True):
             atom = buffer[0] if isinstance(buffer, tuple) else buffer

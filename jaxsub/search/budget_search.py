@@ -31,7 +31,7 @@ from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition
-from jaxsub.search.verify import Verifier, finish, peak_line, standing
+from jaxsub.search.verify import Verifier, finish, live_at_peak, peak_line
 
 NAMED_HOLDERS = 4
 """How many of the values live at the peak a refusal names."""
@@ -291,6 +291,6 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
 
 def _holders(plan: Plan) -> tuple[str, ...]:
     """List the values live at the predicted peak of a plan, each with its share of it."""
-    rows = standing(plan)
+    rows = live_at_peak(plan)
     total = max(1, sum(n_bytes for n_bytes, _ in rows))
     return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])

@@ -161,10 +161,10 @@ def _empty(program: Program) -> Plan:
     return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
-def standing(plan: Plan) -> tuple[tuple[int, str], ...]:
+def live_at_peak(plan: Plan) -> tuple[tuple[int, str], ...]:
     """List bytes and labels of the values live at the predicted peak of a plan, largest first."""
     timeline = plan.timeline
-    return timeline.standing(timeline.peak_step) if timeline is not None and timeline.steps else ()
+    return timeline.live_at(timeline.peak_step) if timeline is not None and timeline.steps else ()
 
 
 def peak_line(program: Program, plan: Plan) -> str:

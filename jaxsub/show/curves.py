@@ -114,10 +114,10 @@ def _span_bars(timeline: StageTimeline, span: Span, times: Sequence[float]) -> I
     """When a region runs; what the backward pass of one without others inside recomputes comes first."""
     start, stop = times[span.start], times[span.stop]
     turn, flops = start, sum(s.flops for s in timeline.steps[span.start : span.stop])
-    is_nest = any(s.phase == "again" for s in timeline.steps[span.start : span.stop])
+    is_nest = any(s.phase == "recompute" for s in timeline.steps[span.start : span.stop])
     if span.phase == "backward" and not is_nest and flops:
         turn += (stop - start) * min(1.0, span.extra_flops / flops)
-        yield Bar(span.depth, start, turn, "again")
+        yield Bar(span.depth, start, turn, "recompute")
     yield Bar(span.depth, turn, stop, span.phase)
 
 
@@ -157,7 +157,7 @@ def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[fl
         return
     depth = max((s.depth + 1 for s in timeline.spans if s.first_stage <= stage < s.stop_stage), default=0)
     n = -(-n // steps_a_mark(n))
-    again = steps.again_share / (steps.again_share + BACKWARD_FORWARDS)
+    again = steps.recomputed_share / (steps.recomputed_share + BACKWARD_FORWARDS)
     for start, stop, step in zip(times, times[1:], timeline.steps, strict=False):
         if not step.start <= stage < step.stop:
             continue
@@ -165,7 +165,7 @@ def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[fl
         for a, b in pairwise(edges):
             turn = a + (b - a) * again if step.phase == "backward" else a
             if turn > a:
-                yield Bar(depth, a, turn, "again")
+                yield Bar(depth, a, turn, "recompute")
             yield Bar(depth, turn, b, step.phase)
 
 
@@ -273,7 +273,7 @@ def steps_at(timeline: StageTimeline, step: int, opened: Sequence[Steps]) -> tup
     return tuple(rows) if sum(row.n_bytes for row in rows) <= found.transient_bytes else ()
 
 
-def standing(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
+def live_at(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
     """List what is live at a step, equal values together: stored values, largest first, then the step's transients."""
     found, bare, inside = timeline.steps[step], timeline.alive(step), steps_at(timeline, step, opened)
     stored = merged((p.label or region_label(timeline, p.first_stage, p.stop_stage), p.n_bytes) for p in bare)
@@ -339,7 +339,7 @@ def region_label(timeline: StageTimeline, start: int, stop: int) -> str:
     return first if first == last else f"{first} … {last}"
 
 
-def again(plan: Plan) -> tuple[tuple[int, int, str], ...]:
+def recomputed(plan: Plan) -> tuple[tuple[int, int, str], ...]:
     """List the recomputed equations: (times, equations, stage in words), most often first."""
     timeline, counts = plan.timeline, plan.mirror_counts
     rows: dict[tuple[int, str], int] = {}

@@ -124,8 +124,8 @@ def steps_words(steps: Steps) -> tuple[str, str]:
         shares[family(label)] = shares.get(family(label), 0.0) + share
     rows = [f"{label} ({share:.0%})" for label, share in shares.items() if not is_cheap(share)]
     if not rows:
-        return saves, "cheap elementwise work only" if steps.again_share else "nothing"
-    return saves, f"{steps.again_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
+        return saves, "cheap elementwise work only" if steps.recomputed_share else "nothing"
+    return saves, f"{steps.recomputed_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
 
 
 def _steps_lines(steps: Steps, ways: Sequence[Way], inside: str, indent: str = "") -> Iterator[str]:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from jaxsub.api.xla_timeline import XlaTimeline
 
 BEFORE, AFTER, BUDGET = "#8a8a8a", "#0072b2", "#d55e00"
-PHASES = {"forward": "#009e73", "again": "#e69f00", "backward": "#cc79a7"}
+PHASES = {"forward": "#009e73", "recompute": "#e69f00", "backward": "#cc79a7"}
 """No phase has the colour of a curve."""
 
-WORDS = {"forward": "forward", "again": "recomputed", "backward": "backward"}
+WORDS = {"forward": "forward", "recompute": "recomputed", "backward": "backward"}
 LEVELS = {"budget": (BUDGET, "--"), "measured": (AFTER, ":"), "plain": (BEFORE, ":")}
 MARKERS = "sD^vP*Xph8"
 """Shapes besides colours, so that points are told apart in print."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxsub.core.step_plan import StepPlan
     from jaxsub.diagnosis.findings import Diagnosis
     from jaxsub.search.sliceable import Sliceable
-    from jaxsub.step.report import Held, StepReport
+    from jaxsub.step.report import Argument, StepReport
 
 CHART_ROWS, CHART_COLUMNS = 7, 66
 GROUPS = 6
@@ -255,7 +255,7 @@ def _update_lines(found: StepReport) -> Iterator[str]:
         yield f"update     gradients stand whole, {format_bytes(whole.n_bytes)}: {whole.reason}"
 
 
-def _argument_words(held: Sequence[Held]) -> str:
+def _argument_words(held: Sequence[Argument]) -> str:
     return ", ".join(f"{h.name} {format_bytes(h.n_bytes)}" for h in held[:HELD])
 
 

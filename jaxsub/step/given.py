@@ -19,7 +19,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.step_plan import StepPlan
 from jaxsub.jaxpr.differences import first_difference
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.call_sites import Site
+from jaxsub.search.call_sites import CallSite
 
 ANEW = "Make a new plan: jaxsub.jit(step, memory=...).plan(*args)."
 
@@ -46,7 +46,7 @@ def require_same_arguments(plan: StepPlan, digest: str) -> None:
         _refuse("its arguments have other paths, shapes or dtypes", plan.arguments, digest)
 
 
-def require_same_sites(plan: StepPlan, sites: Mapping[str, Site]) -> None:
+def require_same_sites(plan: StepPlan, sites: Mapping[str, CallSite]) -> None:
     """Refuse a plan of other functions inside the step: one is missing, or differs from some equation on."""
     plans = plan.plans
     for key, site in sites.items():

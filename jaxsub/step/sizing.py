@@ -25,7 +25,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.call_sites import Site, Trial
+from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.slice_search import best_in_slices
@@ -67,7 +67,7 @@ class Attempt:
 class Ladder:
     """Plans of one function from its own down to the least."""
 
-    site: Site
+    site: CallSite
     target: Target
     store: Store | None
     progress: Callable[[str], None]
