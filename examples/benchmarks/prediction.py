@@ -37,7 +37,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.planners import get
-from jaxsub.search.candidates import Candidates, Way
+from jaxsub.search.candidates import Candidates
 from jaxsub.search.verify import cut_choices, gradient
 
 HERE = Path(__file__).parent
@@ -98,7 +98,7 @@ def measure(name: str, is_toy: bool, target_name: str, budget: str, store: Store
     if budget != "plain":
         plain_bytes = compiled_bytes(program, plan, target, store)[0]
         asked = 1 if budget == "least" else math.floor(float(budget) * plain_bytes)
-        plan = Candidates(pricer, get("auto"), [cuts]).plan(Way(cuts), asked)
+        plan = Candidates(pricer, get("auto"), [cuts]).plan(cuts, asked)
     assert plan.prediction is not None
     allocated, occupied = compiled_bytes(program, plan, target, store)
     return {"predicted": plan.prediction.temp_bytes, "occupied": occupied, "allocated": allocated}

@@ -185,17 +185,9 @@ def timeline(schedule: Schedule) -> Timeline:
 
 
 def replay(schedule: Schedule, allocation: Allocation) -> None:
-    """Execute a schedule in an allocation and check that no two live values overlap.
+    """Execute a schedule in an allocation; an `AssertionError` lists every read and write of memory that is not live.
 
-    The check shares no code with `allocate`: it tracks the extents of live buffers, and checks every read and write.
-
-    Args:
-        schedule: The operations, in execution order.
-        allocation: The memory of every buffer.
-
-    Raises:
-        AssertionError: If a step reads a buffer that is not live, or writes outside the allocation or over a live
-            buffer; with every fault found.
+    The check shares no code with `allocate`: it tracks the extents of live buffers.
     """
     machine = _Machine(schedule, allocation)
     for at, step in enumerate(schedule.steps):

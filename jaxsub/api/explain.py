@@ -67,13 +67,7 @@ class Residuals(Shown, tuple[Residual, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Residuals that have something in common.
-
-    Attributes:
-        label: What they have in common.
-        n_bytes: Their bytes, together.
-        count: How many they are.
-    """
+    """Residuals that have in common what the label says, their bytes together and how many they are."""
 
     label: str
     n_bytes: int

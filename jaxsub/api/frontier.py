@@ -15,6 +15,7 @@ from typing import Any
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.disk_cache import open_store
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.shown import Shown
@@ -25,7 +26,6 @@ from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import in_its_width
 from jaxsub.planners import get
 from jaxsub.search.annotate import opened
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
 from jaxsub.search.pipeline import Settings, may_be_sliced
 from jaxsub.search.slicing import Chunks

@@ -21,6 +21,12 @@ FORMS = (
 )
 
 
+def unit_of(n_bytes: float) -> tuple[str, int]:
+    """The binary unit that suits some bytes, and its size."""
+    binary = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((found for found in binary if n_bytes >= found[1]), ("B", 1))
+
+
 def format_bytes(n_bytes: float) -> str:
     """Format bytes for a person, in binary units: `3.1 GiB`.
 
@@ -28,10 +34,8 @@ def format_bytes(n_bytes: float) -> str:
         >>> format_bytes(3 * 2**30)
         '3.00 GiB'
     """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(n_bytes) >= size:
-            return f"{n_bytes / size:.{2 if n_bytes < 10 * size else 1}f} {unit}"
-    return f"{n_bytes:.0f} B"
+    unit, size = unit_of(abs(n_bytes))
+    return f"{n_bytes / size:.{0 if size == 1 else 2 if n_bytes < 10 * size else 1}f} {unit}"
 
 
 @dataclass(frozen=True, slots=True)

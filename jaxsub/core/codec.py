@@ -23,16 +23,9 @@ MOST_INTEGER = 2**63 - 1
 
 
 def write(value: Any, *, indent: int | None = None, **more: Any) -> str:
-    """Serialise a value as JSON text.
+    """Serialise a value as JSON text, `more` in front of a dataclass's own fields; no indent means no blanks.
 
-    Args:
-        value: Dataclasses, tuples, lists, numbers, text, `True`, `False` and `None`, in one another.
-        indent: Blanks for each level; `None` for text without any.
-        **more: Fields to put in front of a dataclass's own.
-
-    Raises:
-        TypeError: If JSON cannot hold it.
-        ValueError: If it holds a number that is not finite.
+    A `TypeError` or `ValueError` says what JSON cannot hold, such as a number that is not finite.
 
     Example:
         >>> write(Loop(3, blocks=(4,)))[:24]
@@ -44,11 +37,7 @@ def write(value: Any, *, indent: int | None = None, **more: Any) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """Read JSON text as lists, dictionaries, numbers and text.
-
-    Raises:
-        ValueError: If it is no JSON, or nested too deeply.
-    """
+    """Read JSON text as lists, dictionaries, numbers and text; `ValueError` if it is none, or nested too deeply."""
     try:
         return msgspec.json.decode(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:
@@ -60,10 +49,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def convert(data: Any, kind: Any) -> Any:
-    """Make a value of a type from what `parse` gave.
-
-    Raises:
-        ValueError: If it is none; the message names the field.
+    """Make a value of a type from what `parse` gave; where it is none, a `ValueError` names the field.
 
     Example:
         >>> convert({"node": 3, "blocks": [4]}, Way) == Loop(3, blocks=(4,))
@@ -85,10 +71,7 @@ def convert(data: Any, kind: Any) -> Any:
 
 
 def read(text: str | bytes, kind: Any) -> Any:
-    """Make a value of a type from JSON text.
-
-    Raises:
-        ValueError: If it is none; the message names the field.
+    """Make a value of a type from JSON text; where it is none, a `ValueError` names the field.
 
     Example:
         >>> read("[1, 2.5]", tuple[int, float])

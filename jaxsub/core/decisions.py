@@ -176,11 +176,7 @@ def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
 
 
 def saving_in_nests(inside: Inside, *, is_nested: bool = False) -> Iterator[Segment | Loop]:
-    """Yield segments and loops that save values inside another region, in order.
-
-    Args:
-        inside: The plan of one program.
-        is_nested: Whether that program is itself inside a region.
+    """Yield segments and loops that save values inside another region, in order; `inside` may itself be in one.
 
     Example:
         >>> nest = Segment(0, 9, children=(Segment(0, 4, saved=(3,)), Segment(5, 9)))

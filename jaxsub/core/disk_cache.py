@@ -47,14 +47,7 @@ T = TypeVar("T")
 
 
 def key_of(*parts: str, schema: int = SCHEMA) -> str:
-    """Make a key: a digest of what was measured and of the versions that measured it.
-
-    Args:
-        *parts: What was measured and where: a fingerprint, a target's name and spec, options.
-        schema: The version of what is stored.
-
-    Returns:
-        64 hexadecimal digits.
+    """Make a key: 64 hexadecimal digits, a digest of what was measured and where, and of the versions that did.
 
     Example:
         >>> key_of("a stage", "cpu") == key_of("a stage", "cpu") != key_of("a stage", "h100")
@@ -73,10 +66,7 @@ def code_digest() -> str:
 
 
 def open_store(cache: bool | str | os.PathLike[str] | Store = True) -> Store:
-    """Find the store that a `cache` argument asks for.
-
-    Args:
-        cache: `True` for the user's cache directory, `False` for values in memory only, a directory, or a store.
+    """Find the store: `True` for the user's cache directory, `False` for memory only, a directory, or a store.
 
     Example:
         >>> open_store(False).directory is None
@@ -124,14 +114,6 @@ class Store:
 
     Attributes:
         directory: Where they are kept, the user's home written as `~` perhaps; `None` for in memory only.
-
-    Example:
-        >>> store = Store(None)
-        >>> store.put("key", {"temp_bytes": 4096})
-        >>> store.get("key", dict[str, int])
-        {'temp_bytes': 4096}
-        >>> store.get("key", list) is store.get("another", int) is None
-        True
     """
 
     directory: Path | None = None
@@ -148,15 +130,7 @@ class Store:
         self.directory = Path(self.directory).expanduser()
 
     def get(self, key: str, kind: Any) -> Any:
-        """Return the value stored under a key.
-
-        Args:
-            key: The key.
-            kind: The value's type, such as `int`, `tuple[float, float]` or a dataclass.
-
-        Returns:
-            The value; `None` where there is none, or none of this type.
-        """
+        """Return the value of this type that is stored under a key, or `None`."""
         text = self._texts.get(key)
         if text is None and self._is_read:
             data = self._on_disk(lambda folder: folder.read(_digest(key)))
@@ -171,12 +145,7 @@ class Store:
         return value
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value that JSON can hold.
-
-        Raises:
-            TypeError: If JSON cannot hold it.
-            ValueError: If it holds a number that is not finite.
-        """
+        """Store a value; `TypeError` or `ValueError` if JSON cannot hold it."""
         text = codec.write(value)
         self._texts[key] = text
         if self._is_written:

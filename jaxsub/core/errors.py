@@ -60,11 +60,7 @@ class PolicyError(JaxsubError, ValueError):
 
 
 class VerificationError(JaxsubError, AssertionError):
-    """A plan that was compiled and does not do what it promised.
-
-    Attributes:
-        measurement: What the compiler reported.
-    """
+    """A plan that was compiled and does not do what it promised; `measurement` is what the compiler reported."""
 
     def __init__(self, message: str, *, measurement: Measurement):
         super().__init__(message)

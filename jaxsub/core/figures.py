@@ -21,13 +21,7 @@ MOST_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure in which two plans differ.
-
-    Attributes:
-        name: What it is, with its unit: `measured_bytes`.
-        this: The figure of the first plan, `None` where it has none.
-        other: The figure of the second.
-    """
+    """A figure in which two plans differ, its unit in the name, `None` where one of them has none."""
 
     name: str
     this: float | None
@@ -92,7 +86,7 @@ def plan_figures(plan: Any) -> dict[str, float]:
         "predicted_bytes": predicted.temp_bytes if predicted else None,
         **_measured("", plan.measurement),
         **_measured("plain_", plan.plain_measurement),
-        "recomputed_share": predicted.extra_flops / max(predicted.forward_flops, 1.0) if predicted else None,
+        "recomputed_share": recomputed_share(plan) if predicted else None,
         "recomputed_equations": sum(1 for m in counts if m),
         "regions": plan.n_regions,
         "barriers": len(plan.barriers),
@@ -102,6 +96,17 @@ def plan_figures(plan: Any) -> dict[str, float]:
         "offloaded_bytes": sum(h.n_bytes * h.count for h in plan.holdings if h.is_offloaded),
     }
     return {name: float(x) for name, x in found.items() if x is not None}
+
+
+def recomputed_share(plan: Any) -> float:
+    """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
+    found: float = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
+    return found + sum(float(run.extra_share) for run in plan.slices)
+
+
+def predicted_bytes(plan: Any) -> int:
+    """The predicted peak of a plan, in bytes; 0 where it does not say."""
+    return int(plan.prediction.temp_bytes) if plan.prediction else 0
 
 
 def _measured(prefix: str, measured: Measurement | None) -> dict[str, float | None]:

@@ -43,12 +43,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The files of one kind in one directory.
-
-    Attributes:
-        directory: The directory that the user named.
-        name: The folder in it that holds the files.
-    """
+    """The files of one kind in a folder of this name in the directory that the user named."""
 
     directory: Path
     name: str
@@ -61,8 +56,7 @@ class Folder:
     def read(self, digest: str) -> bytes | None:
         """The bytes under a digest; `None` where there are none, or what is there is no file of ours.
 
-        Raises:
-            OSError: If the folder cannot be read, or somebody else may write it.
+        An `OSError` says that the folder cannot be read, or somebody else may write it; so for `write`.
         """
         if not self._is_there():
             return None
@@ -80,11 +74,7 @@ class Folder:
             os.close(number)
 
     def write(self, digest: str, data: bytes) -> None:
-        """Put bytes under a digest; more than `MOST_FILE_BYTES` are not kept.
-
-        Raises:
-            OSError: If the folder cannot be written, or somebody else may write it.
-        """
+        """Put bytes under a digest; more than `MOST_FILE_BYTES` are not kept."""
         if len(data) > MOST_FILE_BYTES:
             return
         if not self._is_there():

@@ -209,19 +209,10 @@ def graph_of(
     costly: Sequence[str] = ("matmul", "conv"),
     fingerprint: str = "by hand",
 ) -> Graph:
-    """Build a graph from a short notation, for tests and for graphs written by hand.
+    """Build a graph by hand from nodes `(primitive, inputs, output_bytes)`: inputs are values `0 .. n_inputs - 1`.
 
-    Args:
-        nodes: One `(primitive, inputs, output_bytes)` a node; its outputs are numbered on from what is there.
-        n_inputs: How many inputs the graph has; they are values `0 .. n_inputs - 1`.
-        outputs: The values that go out.
-        input_bytes: Bytes of each input; zeros when left out.
-        flops: FLOPs of each node; its output bytes when left out.
-        costly: Primitives to mark as costly.
-        fingerprint: The graph's fingerprint.
-
-    Returns:
-        The graph, every value of it differentiated.
+    The outputs of nodes are numbered on from there. Every value is differentiated. A node's FLOPs are its output bytes,
+    and an input has none, where left out; `costly` names primitives.
 
     Example:
         >>> g = graph_of([("matmul", [0], [8]), ("tanh", [1], [8])], 1, [2])

@@ -26,21 +26,9 @@ Piece = tuple[int, int, int, bool]
 
 
 def hosted_bytes(chain: Chain, runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
-    """Predict for each run the bytes of its residuals that outputs host.
+    """Predict for each run the bytes of its residuals that outputs host; no run is inside another.
 
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages, none of them inside another.
-
-    Returns:
-        For each run two sums: of values that cross the cut behind it, and of what it saves or keeps.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = (Stage(0, 1, gradient_sizes=(8,)), Stage(1, 2, gradient_sizes=(3,)), Stage(2, 3))
-        >>> crossings = (Crossing(0, 1, 5, 0, (5,)), Crossing(1, 2, 5, 0, (5,)))
-        >>> hosted_bytes(Chain(stages, (), crossings), [Run(0, 1), Run(1, 2), Run(2, 3)])
-        ((5, 0), (0, 0), (0, 0))
+    They are two sums: of values that cross the cut behind it, and of what it saves or keeps.
     """
     places: dict[int, deque[int]] = {}
     for stage, s in enumerate(chain.stages):
@@ -94,26 +82,14 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
 
 
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """List the bytes of gradients that a run's backward pass writes first: of weights that no later product reads.
-
-    Args:
-        graph: The program.
-        start: The run's first node.
-        stop: The node after its last.
-    """
+    """List the bytes of gradients that a run's backward pass writes first: of weights that no later product reads."""
     costly = (node for node in graph.nodes[start:stop] if node.is_costly)
     weights = ((graph.values[v], node) for node in costly for v in {*node.inputs} if graph.values[v].producer is None)
     return tuple(w.n_bytes for w, node in weights if w.is_differentiated and w.consumers[-1] == node.index)
 
 
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:
-    """Sum the bytes of differentiated inputs that a run and later ones read: their gradients are sums.
-
-    Args:
-        graph: The program.
-        start: The run's first node.
-        stop: The node after its last.
-    """
+    """Sum the bytes of differentiated inputs that a run and later ones read: their gradients are sums."""
     read = {v for node in graph.nodes[start:stop] for v in node.inputs}
     return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
 
@@ -121,14 +97,7 @@ def joined_bytes(graph: Graph, start: int, stop: int) -> int:
 def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
     """Find gradients that are sums and that a run, the first to read the weight, completes.
 
-    Args:
-        graph: The program.
-        cuts: The first node of each stage, and the number of nodes last.
-        start: The run's first node.
-        stop: The node after its last.
-
-    Returns:
-        For each the bytes of the sum, and of all that stages before in the backward pass add to it.
+    For each the bytes of the sum, and of all that stages before in the backward pass add to it.
     """
     read = {v for node in graph.nodes[start:stop] for v in node.inputs if graph.is_joined(v, stop)}
     firsts = [graph.values[v] for v in sorted(read) if graph.values[v].consumers[0] >= start]
@@ -140,13 +109,6 @@ def unfenced(chain: Chain) -> Chain:
 
     A GPU may instead compute them all when they are added up, from operands that are live until then, whichever needs
     less; then the sums' buffers host other values until that time. Zeros that barriers would keep live are not hoisted.
-
-    Example:
-        >>> from jaxsub.core.chain import Chain, Stage
-        >>> first, second = Stage(1, 2, joined_bytes=8, summed_bytes=16), Stage(2, 3, joined_bytes=8)
-        >>> stages = (Stage(0, 1), first, second, Stage(3, 4))
-        >>> [stage.transient_bytes for stage in unfenced(Chain(stages, (), ())).stages]
-        [0, 8, 0, 0]
     """
     if not any(s.joined_bytes or s.ahead_bytes for s in chain.stages):
         return chain
@@ -169,26 +131,13 @@ def unfenced(chain: Chain) -> Chain:
 
 
 def saved_sizes(graph: Graph, start: int, stop: int, saved: Sequence[int]) -> tuple[int, ...]:
-    """List the bytes of each value that a region saves beside its results.
-
-    Args:
-        graph: The program.
-        start: The region's first node.
-        stop: The node after its last.
-        saved: Offsets of the values from the first that it makes.
-    """
+    """List the bytes of each value that a region saves beside its results, by offsets from the first it makes."""
     first, last = graph.made_by(start, stop).start, graph.last_uses()
     return tuple(graph.values[first + offset].n_bytes for offset in saved if last[first + offset] < stop)
 
 
 def operand_bytes(graph: Graph, start: int, stop: int) -> int:
-    """Sum the bytes of operands of contributions to shared weights' gradients: activations, cotangents of results.
-
-    Args:
-        graph: The program.
-        start: The run's first node.
-        stop: The node after its last.
-    """
+    """Sum the bytes of operands of contributions to shared weights' gradients: activations, cotangents of results."""
     nodes = (n for n in graph.nodes[start:stop] if n.is_costly and any(_is_shared(graph, v) for v in n.inputs))
     values = {v for n in nodes for v in (*n.inputs, *n.outputs) if not _is_shared(graph, v)}
     return sum(graph.values[v].n_bytes for v in values)

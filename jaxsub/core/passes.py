@@ -1,7 +1,7 @@
 """Passes: what maps a chain to a chain, each with a name, and the log of what each did.
 
 Costs are counted for one device with barriers between all stages. Whatever changes that is a pass: what one device of
-several holds, weights that are gathered, seconds in the place of FLOPs, barriers left out. To see the chain after each:
+several holds, weights that are gathered, seconds in the place of FLOPs. To see the chain after each:
 
     logging.basicConfig()
     logging.getLogger("jaxsub.planning").setLevel(logging.DEBUG)
@@ -21,12 +21,7 @@ LOGGER = logging.getLogger("jaxsub.planning")
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What maps a chain to a chain.
-
-    Attributes:
-        name: What it does, for the log.
-        change: The map; it returns a new chain.
-    """
+    """A map from chain to chain, with a name for the log."""
 
     name: str
     change: Callable[[Chain], Chain]

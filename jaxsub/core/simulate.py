@@ -15,11 +15,7 @@ from jaxsub.core.timeline import stage_timeline
 
 
 def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
-    """Refuse runs that do not cover the stages, or that save inside a nest what cannot be saved there.
-
-    Raises:
-        PlannerError: With every fault found.
-    """
+    """Refuse runs that do not cover the stages, or save inside a nest what cannot be saved there, with every fault."""
     faults = list(_faults(chain, runs, 0, len(chain.stages), depth=0))
     if faults:
         raise PlannerError("the planner's runs do not hold together: " + "; ".join(faults))
@@ -48,28 +44,7 @@ def _faults(chain: Chain, runs: Sequence[Run], start: int, stop: int, depth: int
 
 
 def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
-    """Replay runs in exact bytes.
-
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages.
-
-    Returns:
-        The predicted peak and the recomputed FLOPs.
-
-    Raises:
-        PlannerError: If the runs do not hold together.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> chain = Chain(
-        ...     (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3)),
-        ...     (),
-        ...     (Crossing(0, 1, 1, 1),),
-        ... )
-        >>> predict(chain, chain.plain()).temp_bytes
-        12
-    """
+    """Replay runs in exact bytes; `PlannerError` if they do not hold together."""
     check_runs(chain, runs)
     replay = stage_timeline(chain, runs)
     live, at = replay.live_bytes, replay.steps[replay.peak_step].start

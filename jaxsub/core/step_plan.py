@@ -19,13 +19,7 @@ from jaxsub.core.stored import Stored
 
 @dataclass(frozen=True, slots=True)
 class PlannedSite:
-    """A sublinear function in a step and what became of it.
-
-    Attributes:
-        name: What it is called.
-        calls: How often the step calls it.
-        plan: Its plan; `plan.segments` is empty where nothing had to be recomputed.
-    """
+    """A sublinear function in a step, how often the step calls it, and its plan."""
 
     name: str
     calls: int

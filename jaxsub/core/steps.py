@@ -40,7 +40,7 @@ class Steps:
         stored_bytes: What all of them save that is live at once.
         recomputed: What each recomputes: words, and the share of its forward pass in FLOPs, largest first.
         n_nodes: How many equations it has.
-        again_share: FLOPs that each recomputes, as a share of its forward pass.
+        recomputed_share: FLOPs that each recomputes, as a share of its forward pass.
         timeline: What is live inside one of them; `None` where that is not known.
         inner: The loops inside.
     """
@@ -53,7 +53,7 @@ class Steps:
     stored_bytes: int = 0
     recomputed: tuple[tuple[str, float], ...] = ()
     n_nodes: int = 0
-    again_share: float = 0.0
+    recomputed_share: float = 0.0
     timeline: StageTimeline | None = None
     inner: tuple[Steps, ...] = ()
 

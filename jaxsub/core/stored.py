@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar, cast
 from jaxsub.core import codec
 
 Self = TypeVar("Self", bound="Stored")
-SCHEMA = 3
+SCHEMA = 4
 
 
 class Stored:

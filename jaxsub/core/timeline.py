@@ -29,7 +29,7 @@ NAMED_VALUES = 2
 """How many of the values that are stored together are named; the others are counted."""
 
 
-PHASES = ("forward", "again", "backward")
+PHASES = ("forward", "recompute", "backward")
 KINDS = ("crossing", "saved", "kept", "moved")
 
 
@@ -38,7 +38,7 @@ class Step:
     """One stage, or one region's stages, run forward, forward again, or backward.
 
     Attributes:
-        phase: `forward`, `again` (inside the backward pass) or `backward`.
+        phase: `forward`, `recompute` (inside the backward pass) or `backward`.
         start: The first stage.
         stop: The stage after the last.
         flops: How long it takes, in FLOPs.
@@ -86,7 +86,7 @@ class Span:
 
     Attributes:
         depth: How many regions contain it.
-        phase: `forward`, `again` or `backward`.
+        phase: `forward`, `recompute` or `backward`.
         start: Its first step.
         stop: The step after its last.
         first_stage: Its first stage.
@@ -144,7 +144,7 @@ class StageTimeline:
         there = (p for p in self.pieces if p.start <= step < p.stop and p.n_bytes > 0)
         return tuple(sorted(there, key=lambda p: -p.n_bytes))
 
-    def standing(self, step: int) -> tuple[tuple[int, str], ...]:
+    def live_at(self, step: int) -> tuple[tuple[int, str], ...]:
         """List bytes and labels of all that is live at a step, largest first: stored values and transients."""
         found, sizes = self.steps[step], dict[str, int]()
         stage = self.stage_labels[found.start] if self.stage_labels else f"stage {found.start}"
@@ -182,19 +182,7 @@ class StageTimeline:
 
 
 def stage_timeline(chain: Chain, runs: Sequence[Run]) -> StageTimeline:
-    """Replay runs step by step.
-
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = (Stage(0, 1, keep_bytes=8, keep_transient_bytes=9), Stage(1, 2, transient_bytes=3))
-        >>> chain = Chain(stages, (), (Crossing(0, 1, 1, 1),))
-        >>> stage_timeline(chain, chain.plain()).live_bytes
-        (0, 12, 9)
-    """
+    """Replay runs that cover a chain's stages, step by step."""
     replay = _Replay(chain)
     replay.scope(runs, held=0, depth=0)
     nodes = (*(s.start for s in chain.stages), chain.stages[-1].stop)
@@ -236,7 +224,7 @@ class _Replay:
                 self.spans.insert(place, Span(depth, "backward", first, len(self.steps), run.start, run.stop, extra))
 
     def _forward(self, run: Run, held: int, depth: int, scope_stop: int) -> None:
-        first, phase = len(self.steps), "again" if depth else "forward"
+        first, phase = len(self.steps), "recompute" if depth else "forward"
         for s in range(run.start, run.stop):
             inside = int(self.chain.crossing_bytes[run.start, s]) + self.chain.stages[s].forward_bytes
             self.steps.append(Step(phase, s, s + 1, self._forward_flops(s, depth, scope_stop), inside, held))
@@ -280,7 +268,7 @@ class _Replay:
 
     def _turning_stages(self, run: Run, depth: int) -> None:
         """Run the stages before the last of a scope's last run forward: their residuals add up."""
-        phase = "again" if depth else "forward"
+        phase = "recompute" if depth else "forward"
         stored = 0
         for s in range(run.start, run.stop - 1):
             stored += self.chain.stages[s].keep_bytes + int(self.chain.crossing_bytes[s, s + 1])
@@ -305,15 +293,7 @@ class _Replay:
 
 
 def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:
-    """Add names, shapes and source lines to stored values and to stages.
-
-    Args:
-        timeline: The timeline of a chain that was made of the graph.
-        graph: The graph.
-
-    Returns:
-        The timeline with labels.
-    """
+    """Add names, shapes and source lines to stored values and to stages of a chain that was made of the graph."""
     last, nodes = graph.last_uses(), timeline.stage_nodes
     known: dict[tuple[Any, ...], str] = {}
 

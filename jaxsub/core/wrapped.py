@@ -64,11 +64,7 @@ class Bound(functools.partial[R]):
 
 
 class Wrapped(abc.ABC, Generic[P, R]):
-    """A callable that replaces a function.
-
-    Attributes:
-        fun: The user's function.
-    """
+    """A callable that replaces a function of the user's, `fun`."""
 
     fun: Callable[P, R]
 

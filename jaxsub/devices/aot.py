@@ -81,18 +81,11 @@ class CrossCompiled:
 def cross_compile(
     jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None
 ) -> CrossCompiled:
-    """Compile a jitted function for an absent GPU.
+    """Compile a function under `jax.jit` for an absent GPU; its donations count.
 
-    Args:
-        jitted: A function under `jax.jit`; its donations count.
-        args: Its arguments, trees of arrays and shapes. Shardings over a mesh of the target's devices are kept
-            (`target.mesh` makes one); an array on a single device counts as on the target.
-        target: The GPU.
-        kwargs: Its keyword arguments, likewise.
-
-    Raises:
-        UnsupportedError: If the packages of `jaxsub[targets]` are not installed, the arguments are sharded over another
-            number of devices than the target has, or the program cannot be compiled for an absent device.
+    Shardings of the arguments over a mesh of the target's devices are kept (`target.mesh` makes one); an array on a
+    single device counts as on the target. `UnsupportedError` if the packages of `jaxsub[targets]` are not installed,
+    the arguments are sharded over another number of devices, or the program cannot be compiled for an absent device.
 
     References:
         JAX's documentation: "Exporting and serializing staged-out computations", "Ahead-of-time lowering and
@@ -141,19 +134,7 @@ def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[
 
 
 def require_packages(is_installed: Callable[[str], bool] | None = None) -> None:
-    """Check that the packages that compile for an absent GPU are installed.
-
-    Args:
-        is_installed: Says whether a module is installed; `None` to check.
-
-    Raises:
-        UnsupportedError: If packages are missing.
-
-    Example:
-        >>> require_packages(lambda module: module != "flatbuffers")
-        Traceback (most recent call last):
-        jaxsub.core.errors.UnsupportedError: Compiling for an absent GPU needs flatbuffers...
-    """
+    """Refuse where packages that compile for an absent GPU are not installed; `is_installed` says which are."""
     is_installed = is_installed or _is_installed
     if missing := [package for modules, package in NEEDED if not any(map(is_installed, modules))]:
         raise UnsupportedError(
@@ -232,11 +213,7 @@ def _next_step(error: Exception) -> str:
 
 
 def only_mesh(shardings: Iterable[Any], target: Target) -> Any:
-    """Find the mesh that arguments are sharded over; `None` where they are not.
-
-    Raises:
-        UnsupportedError: If there are several, or the target has another number of devices.
-    """
+    """Find the mesh that arguments are sharded over, `None` without one; refuse several, or one of another size."""
     meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1}
     if not meshes:
         return None

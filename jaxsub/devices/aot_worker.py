@@ -61,15 +61,8 @@ def compile_lowered(
 ) -> tuple[Any, bool]:
     """Compile; where XLA finds no tiles for a matrix product's kernel of its own, use cuBLAS for all products.
 
-    With a GPU XLA tries such kernels and skips those that fail; without one it takes the first.
-
-    Args:
-        lowered: The lowered program.
-        options: XLA's options.
-        writes_products: Whether XLA may generate kernels of products at all.
-
-    Returns:
-        The compiled program, and whether cuBLAS runs its products.
+    With a GPU XLA tries such kernels and skips those that fail; without one it takes the first. Returns also whether
+    cuBLAS runs its products; without `writes_products` XLA generates no kernels of products at all.
     """
     options = options or {}
     try:

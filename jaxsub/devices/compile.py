@@ -42,23 +42,8 @@ def compile_for(
 ) -> Compiled:
     """Compile a function for a target to measure its memory: on the CPU its code is not optimised for running.
 
-    Args:
-        fun: The function. One under `jax.jit` keeps its shardings and donations.
-        args: Its arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
-        target: The target; `None` for the device in use.
-        donate_argnums: Arguments whose memory the outputs may reuse.
-
-    Returns:
-        The compiled program; for an absent device only its memory analysis.
-
-    Raises:
-        UnsupportedError: If the target is absent and the program cannot be compiled for it, or the packages that do so
-            are not installed.
-
-    Example:
-        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-        >>> compile_for(lambda x: x @ x, (x,)).memory_analysis().output_size_in_bytes
-        256
+    A function under `jax.jit` keeps its shardings and donations; `target=None` is the device in use. Of an absent
+    device only the memory analysis comes back; `UnsupportedError` where it cannot be compiled for.
     """
     target = get_target(target)
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
@@ -72,16 +57,7 @@ def compile_for(
 
 
 def measurement(compiled: Compiled, target: Target, seconds: float) -> Measurement:
-    """Read the memory that the compiler allocates for a compiled program.
-
-    Args:
-        compiled: The program.
-        target: The target that it was compiled for.
-        seconds: How long that took.
-
-    Raises:
-        UnsupportedError: If the target's compiler reports no memory analysis.
-    """
+    """Read the memory that the compiler allocates for a program; `UnsupportedError` if it does not report any."""
     memory = compiled.memory_analysis()
     if memory is None or not hasattr(memory, "temp_size_in_bytes"):
         raise UnsupportedError(
@@ -106,16 +82,7 @@ def measurement(compiled: Compiled, target: Target, seconds: float) -> Measureme
 def measure_compiled(
     fun: Callable[..., Any], args: Sequence[Any], target: Target | None = None, *, donate_argnums: tuple[int, ...] = ()
 ) -> Measurement:
-    """Compile a function for a target and measure the memory it needs; arguments as in `compile_for`.
-
-    Raises:
-        UnsupportedError: If the target's compiler reports no memory analysis.
-
-    Example:
-        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-        >>> measure_compiled(lambda x: x @ x, (x,)).argument_bytes
-        256
-    """
+    """Compile a function for a target and measure the memory it needs; as `compile_for`."""
     target = get_target(target)
     start = time.perf_counter()
     compiled = compile_for(fun, args, target, donate_argnums=donate_argnums)

@@ -15,12 +15,12 @@ import jax
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import recomputed_share
 from jaxsub.diagnosis.findings import Finding
-from jaxsub.diagnosis.subject import Flat, Subject, bind, is_backward, of_loss, returned_anew, walk
+from jaxsub.diagnosis.subject import Flat, Subject, bind, is_backward, of_loss, returned_anew
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import bodies_of, walk
 from jaxsub.jaxpr.trace import Program
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.pipeline import Settings, make_plan
 from jaxsub.step.fused_update import Findings as Updates
 from jaxsub.step.fused_update import fuse

@@ -21,7 +21,6 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import as_traced
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, trace_call
-from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns
 from jaxsub.jaxpr.trace import Program, loss_position
 from jaxsub.search.verify import gradient
@@ -109,15 +108,6 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     given = {a: x for a, x in zip(eqn.invars, values, strict=True) if compat.is_var(a)}
     jaxpr = compat.make_jaxpr_of([eqn], variables, eqn.outvars)
     return list(jax.core.eval_jaxpr(jaxpr, (), *(given[v] for v in variables)))
-
-
-def walk(eqns: Sequence[Any], times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Equations and those inside loops and regions, each with how many steps of loops it runs."""
-    for eqn in eqns:
-        yield eqn, times
-        steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for body in bodies_of(eqn):
-            yield from walk(compat.open_jaxpr(body).eqns, times * steps)
 
 
 def subject_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: AnyArgnums,

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.diagnosis.findings import Finding
-from jaxsub.diagnosis.subject import Subject, bind, is_backward, walk
+from jaxsub.diagnosis.subject import Subject, bind, is_backward
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import bodies_of, walk
 from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import aval_bytes
 

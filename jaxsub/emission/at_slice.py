@@ -38,11 +38,7 @@ def read(env: Env, atom: Any, place: Place | None) -> Any:
 
 
 def evaluate(steps: Sequence[Step], env: Env, at: At | None) -> None:
-    """Evaluate steps in order, at a slice's shape or whole, and put their results into `env`.
-
-    Raises:
-        AssertionError: If a result has another shape than the slice's: a rule is wrong.
-    """
+    """Evaluate steps in order, at a slice's shape or whole, and put their results into `env`."""
     for step in steps:
         args = [read(env, a, need) for a, need in zip(step.reads, step.needs, strict=True)]
         for var, out, x in zip(step.writes, step.outs, _outcome(step, args, at), strict=True):

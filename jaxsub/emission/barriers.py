@@ -42,11 +42,9 @@ def flat_kernels(program: Program) -> frozenset[int]:
 
 
 def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], None]:
-    """Make a step that puts values of an environment behind one barrier, some of them as flat arrays.
+    """Make a step that puts values of an environment behind one barrier, in this order.
 
-    Args:
-        values: The values, in the order of the barrier's operands.
-        flat: Those that are flat behind it, unless they turn out to be sharded when the body of a loop is traced.
+    Those in `flat` are flat behind it, unless they turn out to be sharded when the body of a loop is traced.
     """
 
     def step(env: dict[int, Any]) -> None:

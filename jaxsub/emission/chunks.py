@@ -31,7 +31,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis
 from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -45,22 +45,10 @@ def sliced(
     one: Callable[..., Any] | None = None,
     parts: int = 1,
 ) -> Callable[..., Values]:
-    """Make a function of a run's inputs that runs it in slices.
+    """Make a function of a run's inputs that runs it in slices, `count` at most.
 
-    Args:
-        axis: The axis, followed through the run.
-        inputs: The variables that the function's arguments are.
-        outputs: The variables that it returns.
-        count: In how many slices, at most.
-        one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
-        parts: Over how many devices the axis is split; the count times this divides its length.
-
-    Example:
-        >>> from jaxsub.jaxpr.axes import follow
-        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x).sum())(jnp.ones(6)).jaxpr
-        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
-        >>> round(float(sliced(axis, jaxpr.invars, jaxpr.outvars, 3)(jnp.ones(6))[0]), 4)
-        5.0488
+    A slice of the full size runs `one`, or `jaxpr_of_slice`. Over how many devices the axis is split is `parts`; the
+    count times this divides its length.
     """
     wanted = _results(axis, outputs)
     plainly = _Slices(axis, wanted, -(-axis.length // count), one, parts)
@@ -128,7 +116,7 @@ class _Slices:
         eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
         has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
                       for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
-        return has_sum and not any(map(_holds_cond, eqns))
+        return has_sum and not any("cond" in primitives_in(eqn) for eqn in eqns)
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
@@ -153,13 +141,11 @@ class _Slices:
     def run(
         self, step: Callable[..., tuple[Values, Values]], args: tuple[Values, Values], sums: Sequence[Any] = ()
     ) -> tuple[Values, Values]:
-        """Run a step over all slices, the last of them shorter.
+        """Run a step over all slices, the last of them shorter; `args` are the values to slice, and those read whole.
 
-        Args:
-            step: A function of a slice's start, size, parts and the values read whole, that returns results and further
-                values, sliced or summed. It runs inside a region.
-            args: The values to slice, and those read whole.
-            sums: The `Place` of each of the further values, or its shape and dtype if it is summed.
+        The step is a function of a slice's start, size, parts and the values read whole, and runs inside a region. It
+        returns results and further values: `sums` has the `Place` of each of these, or its shape and dtype if it is
+        summed.
         """
         cut, wholes = args
         states: list[Any] = [*self.states(), *(s if isinstance(s, Place) else Total() for s in sums)]
@@ -258,10 +244,6 @@ def _with_gradient(
     moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
-
-
-def _holds_cond(eqn: Any) -> bool:
-    return eqn.primitive.name == "cond" or any(_holds_cond(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _put(args: Sequence[Any], places: Sequence[int], xs: Sequence[Any]) -> list[Any]:

@@ -23,29 +23,11 @@ from jaxsub.jaxpr.trace import Program
 
 
 def emit(program: Program, plan: Plan) -> Callable[..., list[Any]]:
-    """Make the function a plan describes.
+    """Make the function a plan describes, of the program's flat inputs, constants first, that returns its flat outputs.
 
-    Args:
-        program: The function, traced.
-        plan: The plan, made for this program, or for one that differs from it only in the order of its equations.
-
-    Returns:
-        A function of the program's flat inputs, constants first, that returns its flat outputs.
-
-    Raises:
-        PlanMismatchError: If the plan belongs to another program.
-        UnsupportedError: If an equation that must run once is in a segment, or if nested regions save values that JAX
-            would recompute; the message lists all of them.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.core.plan import Plan
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)).sum(), (1.0,), {})
-        >>> counts = [1] + [0] * (len(program.eqns) - 1)
-        >>> plan = Plan.from_mirror_counts(counts, fingerprint=program.fingerprint)
-        >>> [round(float(y), 4) for y in emit(program, plan)(1.0)]
-        [0.7456]
+    The plan may be of a program that differs only in the order of its equations. `PlanMismatchError` if it is of
+    another; `UnsupportedError` lists equations in segments that must run once, and values that JAX would recompute in
+    nests.
     """
     check(program, plan)
     program, plan = in_slices(program, plan)
@@ -95,20 +77,7 @@ def check(program: Program, plan: Plan) -> None:
 
 
 def keep_out(plan: Plan, nodes: Sequence[int]) -> Plan:
-    """Split a plan's segments so that none of them holds a given node.
-
-    Args:
-        plan: The plan.
-        nodes: Nodes that must run exactly once.
-
-    Returns:
-        The plan itself if no segment holds any of them.
-
-    Example:
-        >>> from jaxsub.core.budget import Budget
-        >>> keep_out(Plan("f", Budget(), 5, (Segment(0, 5),)), [2]).segments == (Segment(0, 2), Segment(3, 5))
-        True
-    """
+    """Split a plan's segments so that none of them holds a node that must run exactly once."""
     segments = tuple(piece for segment in plan.segments for piece in _split(segment, sorted(nodes)))
     return plan if segments == plan.segments else plan.replace(segments=segments)
 

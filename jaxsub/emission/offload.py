@@ -38,22 +38,7 @@ KINDS = ("pinned_host",)
 
 
 def require_memory(target: Target, kind: str) -> None:
-    """Refuse a target without such a memory.
-
-    Args:
-        target: The device.
-        kind: The memory, by JAX's name.
-
-    Raises:
-        UnsupportedError: If the device has none, or its own memory is the host's.
-
-    Example:
-        >>> from jaxsub.devices.targets import get_target
-        >>> require_memory(get_target("h100"), "pinned_host")
-        >>> require_memory(get_target("cpu"), "pinned_host")
-        Traceback (most recent call last):
-        jaxsub.core.errors.UnsupportedError: offload="pinned_host" keeps values in the host's memory...
-    """
+    """Refuse a target without such a memory, by JAX's name for it, or whose own memory is the host's."""
     if target.platform == "cpu":
         raise UnsupportedError(
             f'offload="{kind}" keeps values in the host\'s memory, and `{target.name}` computes in that memory: '
@@ -70,17 +55,9 @@ def require_memory(target: Target, kind: str) -> None:
 def with_offloading(
     graph: Graph, start: int, stop: int, options: Sequence[Option], target: Target
 ) -> tuple[Option, ...]:
-    """Add options that offload values to a region's options.
+    """Add options that offload values to a region's options; the target's PCIe bandwidth is the price.
 
-    Args:
-        graph: The program.
-        start: The region's first node.
-        stop: The node after its last.
-        options: Its options on the device.
-        target: The device; its PCIe bandwidth is the price.
-
-    Returns:
-        The given options, then others that are Pareto-optimal in bytes and seconds.
+    Those added are Pareto-optimal in bytes and seconds.
     """
     first = graph.first_value(start)
     entries = tuple(v - first for v in entry_values(graph, start, stop))
@@ -147,19 +124,11 @@ def _is_no_worse(a: Option, b: Option) -> bool:
 
 
 def settled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a region's results wait for its copies in host memory.
+    """Make a region's results, a tuple, wait for its copies in host memory.
 
     Its derivative is that of the region, taken by `jax.linearize`; the residuals in host memory are put behind one
-    barrier with the results. All of JAX's transforms that the region itself allows stay allowed: JAX 0.10 to 0.12
-    allow no second reverse pass over one that offloads.
-
-    Args:
-        region: A function of arrays that returns a tuple of arrays.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(jax.grad(lambda x: settled(lambda y: (jnp.sin(y),))(x)[0])(0.0))
-        1.0
+    barrier with the results. All of JAX's transforms that the region itself allows stay allowed: JAX 0.10 to 0.12 allow
+    no second reverse pass over one that offloads.
     """
     call = jax.custom_jvp(region)
 

@@ -35,10 +35,11 @@ from jaxsub.devices.targets import is_gpu
 from jaxsub.emission.barriers import barrier, flat_kernels, flattened, shaped
 from jaxsub.emission.offload import settled
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import identity
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result, tagged
-from jaxsub.jaxpr.tangents import has_tangent, holds_while, reaching
+from jaxsub.jaxpr.tangents import has_tangent, reaching
 from jaxsub.jaxpr.trace import Program
 
 Env = dict[int, Any]
@@ -50,21 +51,8 @@ def with_regions(
 ) -> Callable[..., list[Any]]:
     """Make a function of a program's flat inputs, constants first, that returns its flat outputs.
 
-    Args:
-        program: The program.
-        segments: Its outermost regions.
-        barriers: Nodes that have a gradient barrier in front of them.
-        scope: Name of the regions' scope; empty for none.
-
-    Raises:
-        PlannerError: If a region cannot save its saved values.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)), (1.0,), {})
-        >>> [round(float(y), 4) for y in with_regions(program, [Segment(0, 1)], [])(1.0)]
-        [0.7456]
+    It has these outermost regions, in a scope of this name, and a gradient barrier in front of these nodes.
+    `PlannerError` if a region cannot save its saved values.
     """
     return _Emitter(program, tuple(sorted(set(barriers)))).function(segments, scope)
 
@@ -105,7 +93,7 @@ class _Emitter:
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
         graph, eqns = self.program.graph, self.program.eqns
         self.eqns = without_scatter(eqns) if segments or self.barriers else eqns
-        self.whiles = tuple(i for i, eqn in enumerate(eqns) if holds_while(eqn)) if segments else ()
+        self.whiles = tuple(i for i, eqn in enumerate(eqns) if "while" in primitives_in(eqn)) if segments else ()
         steps, _ = self.steps(0, len(graph.nodes), segments, scope)
         index = {v: i for i, v in enumerate(self.variables)}
         outputs = [index[a] if compat.is_var(a) else a for a in self.program.outvars]

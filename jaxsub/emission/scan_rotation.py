@@ -45,24 +45,7 @@ class Rotated:
 
 
 def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
-    """Rotate a loop to begin its steps at a node of their body.
-
-    Args:
-        body: The body, from `body_program`.
-        n_consts: How many of its inputs are constants, those of its own among them.
-        n_carry: How many it carries.
-        at: The node.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.emission.scans import body_program
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> def f(ws, x):
-        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-        >>> body = body_program(trace(f, (jnp.ones((3, 2, 2)), jnp.ones((2, 2))), {}), 0)
-        >>> [eqn.primitive.name for eqn in rotated(body, 0, 1, 1).body.eqns]
-        ['tanh', 'dot_general']
-    """
+    """Rotate a loop to begin its steps at a node of their body, a `body_program` with its own constants first."""
     consts, carry = body.invars[:n_consts], body.invars[n_consts : n_consts + n_carry]
     xs = body.invars[n_consts + n_carry :]
     before, after = body.eqns[:at], body.eqns[at:]

@@ -21,26 +21,10 @@ from jaxsub.jaxpr.trace import Program, program_of
 
 
 def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, reverse: bool) -> Program:
-    """Unroll several steps of a loop into a program of constants, carry and stacked slices of xs, in this order.
+    """Unroll several steps of a loop's body, a `body_program` with its own constants first.
 
-    Args:
-        body: The body, from `body_program`.
-        n_consts: How many of its inputs are constants, those of its own among them.
-        n_carry: How many it carries.
-        n_steps: How many steps it takes.
-        reverse: Whether the last slices come first.
-
-    Returns:
-        The program; it returns the carry and stacked slices of ys.
-
-    Example:
-        >>> from jaxsub.emission.scans import body_program
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> def f(ws, x):
-        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-        >>> body = body_program(trace(f, (jnp.ones((6, 2, 2)), jnp.ones((2, 2))), {}), 0)
-        >>> [eqn.primitive.name for eqn in unrolled(body, 0, 1, 2, reverse=False).eqns]
-        ['slice', 'squeeze', 'dot_general', 'tanh', 'slice', 'squeeze', 'dot_general', 'tanh']
+    The program takes constants, carry and stacked slices of xs, and returns the carry and stacked slices of ys; where
+    `reverse`, the last slices come first.
     """
     step = compat.make_jaxpr_of(body.eqns, body.invars, body.outvars, body.traced)
 

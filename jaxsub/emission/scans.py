@@ -39,15 +39,7 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 
 
 def with_loops(program: Program, loops: Sequence[Way]) -> Program:
-    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is.
-
-    Example:
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x), (1.0,), {})
-        >>> blocks = with_loops(program, [Loop(0, blocks=(3,))])
-        >>> [eqn.primitive.name for eqn in blocks.eqns]
-        ['jit']
-    """
+    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is."""
     if not loops:
         return program
     eqns, signatures = list(program.eqns), list(program.signatures)
@@ -150,11 +142,7 @@ def _turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]
 
 
 def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
-    """The body of a loop, and one step of it as it runs, a function of all the body's inputs.
-
-    Returns:
-        The body; the function; how many of the body's inputs are constants, and how many the carry.
-    """
+    """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
     body, n_carry, _ = _turned(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
     step = _step(body, n_carry, loop.inside, loop.saved)

@@ -25,13 +25,7 @@ AnyArgnums = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """The static arguments of a function.
-
-    Attributes:
-        fun: The function.
-        argnums: Their positions, for arguments that are passed by position.
-        argnames: Their names, for arguments that are passed by name.
-    """
+    """The static arguments of a function, by position and by name."""
 
     fun: Callable[..., Any]
     argnums: frozenset[int]
@@ -96,10 +90,7 @@ class Statics:
 
 
 def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
-    """Check and normalise `argnums`.
-
-    Raises:
-        TypeError: If it is neither a whole number nor a sequence of at least one.
+    """Normalise `argnums`; `TypeError` if it is neither a whole number nor a sequence of at least one.
 
     Example:
         >>> read_argnums([0, 2])
@@ -120,12 +111,8 @@ def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
 def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Refuse an option of ours that may be meant for a parameter of the user's function.
 
-    Args:
-        call: The function of ours that was called, such as `jaxsub.plan`, with keyword-only options and `fun`.
-        given: Its arguments, by the names of its parameters.
-
-    Raises:
-        TypeError: If an option's name is a free parameter of `fun`; it says how to call without a collision.
+    `call` is the function of ours that was called, such as `jaxsub.plan`, and `given` its arguments by name, `fun`
+    among them. A `TypeError` says how to call without a collision.
     """
     try:
         free = inspect.signature(given["fun"])
@@ -143,10 +130,7 @@ def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def trace_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: AnyArgnums) -> Program:
-    """Trace a function whose arguments may have static leaves, as Equinox's modules do.
-
-    Raises:
-        UnsupportedError: If there is nothing to differentiate.
+    """Trace a function whose arguments may have static leaves, as Equinox's modules do, and something to differentiate.
 
     Example:
         >>> import jax.numpy as jnp

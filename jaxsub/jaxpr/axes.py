@@ -86,26 +86,7 @@ class Axis:
 
 
 def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
-    """Follow an axis through a run of equations.
-
-    Args:
-        eqns: The equations, in order.
-        inputs: The variables they read and do not make.
-        outputs: The variables of theirs that are read later.
-        seed: One of the inputs.
-        dim: Which of its dimensions the axis is.
-
-    Raises:
-        NotIndependent: If it is not independent; says which equation forbids it.
-        ValueError: If the dimension has a single element.
-
-    Example:
-        >>> import jax
-        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w).sum())(jnp.ones((4, 2)), jnp.ones((2, 3))).jaxpr
-        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
-        >>> [step.eqn.primitive.name for step in axis.steps], [place for _, place in axis.cut]
-        (['dot_general', 'tanh', 'reduce_sum'], [Place(dim=0, unit=1)])
-    """
+    """Follow an axis, a dimension of one of the inputs, through a run of equations; `follow_all` for one input."""
     return follow_all(eqns, inputs, outputs, [seed], dim, may_end_early=True)
 
 
@@ -118,20 +99,11 @@ def follow_all(
     late: Collection[Any] = (),
     may_end_early: bool = False,
 ) -> Axis:
-    """Follow an axis that several inputs carry at once; as `follow`.
+    """Follow an axis that several inputs, the seeds, carry at once, all in the same dimension and of the same length.
 
-    Args:
-        eqns: The equations, in order.
-        inputs: The variables they read and do not make.
-        outputs: The variables of theirs that are read later.
-        seeds: Inputs that carry the axis, all in the same dimension and of the same length there.
-        dim: Which of their dimensions it is.
-        late: Inputs that are known only after the slices have run, such as sums over them.
-        may_end_early: Whether the last units may be left out where nothing reads them.
-
-    Raises:
-        NotIndependent: If it is not independent; says which equation forbids it.
-        ValueError: If the dimension has a single element.
+    Of the equations' results the outputs are read later. Inputs that are `late` are known only after the slices have
+    run, such as sums over them. With `may_end_early` the last units may be left out where nothing reads them.
+    `NotIndependent` says which equation forbids it; `ValueError` if the dimension has a single element.
     """
     length = whole = seeds[0].aval.shape[dim]
     if length < 2:
@@ -154,14 +126,9 @@ def follow_all(
 
 
 def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0) -> Body:
-    """Follow an axis through a jaxpr inside an equation; some inputs may turn out to be needed in slices too.
+    """Follow an axis of `n` units through a jaxpr in an equation; some inputs may turn out to be needed in slices too.
 
-    Args:
-        closed: The jaxpr.
-        ins: How its inputs carry the axis.
-        n: Units of the axis.
-        wanted: How its outputs are to carry the axis at least.
-        order: The order of the derivative that it is.
+    How its inputs carry the axis is given, and how its outputs are to carry it at least; `order` is the derivative's.
     """
     jaxpr, ins = compat.open_jaxpr(closed), list(ins)
     consts = tuple(getattr(closed, "consts", ()))
@@ -321,8 +288,7 @@ class _Inside(_Walk):
 class _Run(_Walk):
     """A run: equations without the axis run before the slices, those that read totals after them.
 
-    Attributes:
-        first: How many units are followed, if not all: an equation drops the others.
+    Of the axis `first` units are followed, if not all: an equation drops the others.
     """
 
     first: int | None = None

@@ -68,12 +68,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """A function that follows the axis through a body.
-
-    Attributes:
-        call: Takes a jaxpr, how its inputs carry the axis, how its outputs must, and its order of derivative.
-        order: The order of derivative of the equation.
-    """
+    """A function that follows the axis through a body, and the order of derivative of its equation."""
 
     call: Callable[[Any, Sequence[Place | None], Sequence[State], int], Body]
     order: int = 0

@@ -27,11 +27,6 @@ Dims = tuple[int, ...]
 def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:
     """Find the inputs of some equations, and the dimensions of theirs, that a value's dimensions come from.
 
-    Args:
-        eqns: The equations, in order.
-        variable: A variable that they make, or one of their inputs.
-        dims: Its dimensions.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x.reshape(6, 4) @ w))(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))

@@ -41,14 +41,8 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
 
     Those versions expand optimization barriers before a later pass merges equal expressions, so every straight-line
     recomputation is merged away. It may merge a copy that an update in place needs: values can then be wrong
-    (`dynamic_update_slice` of a value behind a barrier, tests/devices/test_compile.py).
-    Other backends refuse to compile without that pass: never pass them this option.
-
-    Args:
-        version: The JAX version to decide for.
-
-    Returns:
-        Options for `jax.stages.Lowered.compile`.
+    (`dynamic_update_slice` of a value behind a barrier, tests/devices/test_compile.py). Other backends refuse to
+    compile without that pass: never pass them this option.
 
     Example:
         >>> cpu_compiler_options("0.10.2")
@@ -166,13 +160,10 @@ def given_name(eqn: Any) -> str | None:
 
 
 def watch_regions(look: Callable[[Any, Any], None]) -> None:
-    """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, ours or not.
+    """Call `look` with the policy and the jaxpr of every region that `jax_remat3` makes, ours or not; it may raise.
 
     It neither hashes nor compares a policy, so a policy that is never called cannot notice. Its class of regions has a
     method to override that sees each region as it is made. Without that class no region is watched.
-
-    Args:
-        look: The function to call; it may raise.
     """
     region = getattr(ad_checkpoint, "RematTraced", None)
     if region is not None:
@@ -196,11 +187,7 @@ def is_var(atom: Any) -> bool:
 def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Any:
     """Make a jaxpr without constants from equations; effects on references made inside stay inside.
 
-    Args:
-        eqns: Its equations, in order.
-        invars: Its inputs.
-        outvars: Its outputs, variables or literals.
-        like: A jaxpr whose debug information it takes over; `None` if it is not evaluated.
+    It takes over the debug information of the jaxpr `like`, which may be left out where it is not evaluated.
     """
     effects = frozenset(e for eqn in eqns for e in eqn.effects if getattr(e, "input", None) in (None, *invars))
     why, where = (like.debug_info.traced_for, like.debug_info.func_src_info) if like else ("jaxsub", "jaxsub")
@@ -209,13 +196,7 @@ def make_jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[
 
 
 def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Drop equations that results do not need, also what loops carry or stack without need.
-
-    Args:
-        results: Variables or literals.
-        eqns: Equations, in order, that make them.
-        inputs: The other variables that the equations read.
-    """
+    """Drop equations that results do not need, also what loops carry or stack without need."""
     jaxpr = make_jaxpr_of(eqns, inputs, results)
     return list(dce_jaxpr(jaxpr, [True] * len(results))[0].eqns)
 

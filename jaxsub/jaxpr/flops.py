@@ -15,7 +15,7 @@ Shapes are those of the jaxpr: under `shard_map` that is one device's share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,17 +109,21 @@ def jaxpr_flops(jaxpr: Any) -> Flops:
 
 def is_costly(eqn: Any) -> bool:
     """Tell whether an equation is costly, itself or in an inner program."""
-    if eqn.primitive.name in COSTLY:
-        return True
-    return any(is_costly(inner) for body in bodies_of(eqn) for inner in body.eqns)
+    return any(name in COSTLY for name in primitives_in(eqn))
 
 
 def primitives_in(eqn: Any) -> Iterator[str]:
     """Yield the names of an equation's primitive and of those in its inner programs."""
-    yield eqn.primitive.name
-    for body in bodies_of(eqn):
-        for inner in body.eqns:
-            yield from primitives_in(inner)
+    return (inner.primitive.name for inner, _ in walk([eqn]))
+
+
+def walk(eqns: Sequence[Any], times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield equations and those of their inner programs, each with how many steps of loops it runs."""
+    for eqn in eqns:
+        yield eqn, times
+        steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for body in bodies_of(eqn):
+            yield from walk(body.eqns, times * steps)
 
 
 def bodies_of(eqn: Any) -> tuple[Any, ...]:

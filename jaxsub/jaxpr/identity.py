@@ -97,9 +97,6 @@ def _describe_jaxpr(jaxpr: Any) -> str:
 def identity(eqn: Any) -> tuple[Any, ...]:
     """Collect the functions and inner constants of an equation: equations equal in them and in signature are equal.
 
-    Args:
-        eqn: An equation.
-
     Example:
         >>> import jax
         >>> def ruled(c):

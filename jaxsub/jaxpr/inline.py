@@ -23,13 +23,7 @@ IN_SLICES = "jaxsub_slices"
 def flatten_jaxpr(
     closed: Any, *, keeps_slices: bool = False, opened: Sequence[str] = ()
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Inline calls; return equations, inputs (constants first), outputs and constants.
-
-    Args:
-        closed: The jaxpr.
-        keeps_slices: Whether runs in slices stay one equation each.
-        opened: Primitives that are inlined too.
-    """
+    """Inline calls, and primitives in `opened`; return equations, inputs (constants first), outputs and constants."""
 
     def body_of(eqn: Any) -> Any:
         if keeps_slices and eqn.params.get("name") == IN_SLICES:

@@ -36,13 +36,7 @@ def is_known_by_result(eqn: Any) -> bool:
 
 
 def tagged(eqn: Any, x: Any, tag: Callable[[Any, int], Any], offset: int) -> Any:
-    """Evaluate such an equation so that its derivative reads the tagged result.
-
-    Args:
-        eqn: The equation.
-        x: Its argument.
-        tag: Called with the result and the offset, returns it named or marked.
-        offset: The offset.
+    """Evaluate such an equation so that its derivative reads the result that `tag(result, offset)` names or marks.
 
     Example:
         >>> eqn = jax.make_jaxpr(jnp.tanh)(1.0).eqns[0]

@@ -35,18 +35,8 @@ Shardings = tuple[NamedSharding, ...]
 
 
 def sharding_of(leaf: Any) -> NamedSharding | None:
-    """Find a value's sharding over several devices; `None` if there is none or it is unknown.
-
-    Args:
-        leaf: An array, a tracer, a `jax.ShapeDtypeStruct` or a Python number.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> split = NamedSharding(mesh, PartitionSpec("data"))
-        >>> sharding_of(jax.ShapeDtypeStruct((64,), "float32", sharding=split)).spec == PartitionSpec("data")
-        True
-        >>> sharding_of(3.0) is None
-        True
+    """Find the sharding over several devices of an array, tracer, shape or number; `None` if there is none or it is
+    unknown.
     """
     if isinstance(leaf, jax.core.Tracer):
         found = getattr(jax.typeof(leaf), "sharding", None)
@@ -61,14 +51,9 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
 
 
 def all_shardings(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings:
-    """Find the shardings of all inputs of a program; unknown ones count as replicated.
+    """Find the shardings of all inputs of a program, those `given` by the user first; unknown ones count as replicated.
 
-    Args:
-        leaves: The inputs.
-        given: The user's shardings for them, in the same order, `None` for none; empty if there are none at all.
-
-    Raises:
-        UnsupportedError: If they are sharded over several meshes.
+    `UnsupportedError` if they are sharded over several meshes.
     """
     named = [sharding_of(s) if s is not None else None for s in map(_Given, given)] if given else [None] * len(leaves)
     found = [n or sharding_of(leaf) for n, leaf in zip(named, leaves, strict=True)]
@@ -81,14 +66,10 @@ def all_shardings(leaves: Sequence[Any], given: Sequence[Any] = ()) -> Shardings
 
 
 def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int) -> list[Any]:
-    """List the user's sharding for every input of a program: none for constants and keyword arguments.
+    """List the user's sharding for every input of a program: none for its constants and keyword arguments' leaves.
 
-    Args:
-        in_shardings: A sharding, or a tuple with one for each positional argument; each may be a tree prefix of its
-            argument, or `None`, as for `jax.jit`.
-        args: The positional arguments that are arrays.
-        n_consts: How many constants come first.
-        n_keywords: How many leaves the keyword arguments have.
+    `in_shardings` is a sharding, or a tuple with one for each positional argument; each may be a tree prefix of its
+    argument, or `None`, as for `jax.jit`.
     """
     is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
     prefix = in_shardings if isinstance(in_shardings, jax.sharding.Sharding) else list(in_shardings)
@@ -113,14 +94,7 @@ def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
 
 
 def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> float:
-    """Compute the share of the data that one device holds, by the sharding of the largest input that is no weight.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> where = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",))]
-        >>> data_share([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
-        0.125
-    """
+    """Compute the share of the data that one device holds, by the sharding of the largest input that is no weight."""
     sizes = [math.prod(a.shape) for a in avals]
     data = [i for i in range(len(avals)) if i not in differentiated] or list(range(len(avals)))
     if not shardings or not max(sizes[i] for i in data):
@@ -130,24 +104,10 @@ def data_share(avals: Sequence[Any], shardings: Shardings, differentiated: Seque
 
 
 def gathered_bytes(avals: Sequence[Any], shardings: Shardings, differentiated: Sequence[int]) -> tuple[int, ...]:
-    """Compute the bytes of each weight that a device gathers from others where the weight is read.
+    """Compute the bytes of each weight that a device gathers from others where the weight is read; empty if none is.
 
     A weight that is sharded along the data's axes, as in fully sharded data parallelism, is gathered before a product
     can read it; other axes shard the product.
-
-    Args:
-        avals: Shapes and dtypes of a program's inputs.
-        shardings: Their shardings.
-        differentiated: Which of them are weights.
-
-    Returns:
-        Bytes for each input; 0 where nothing is gathered. Empty if nothing is gathered at all.
-
-    Example:
-        >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> where = tuple(NamedSharding(mesh, PartitionSpec("data")) for _ in range(2))
-        >>> gathered_bytes([jax.ShapeDtypeStruct((16, 16), "float32")] * 2, where, [0])
-        (1024, 0)
     """
     data = [i for i in range(len(avals)) if i not in differentiated]
     if not shardings or not data:
@@ -165,12 +125,6 @@ def gathered_at_once(eqns: Sequence[Any], invars: Sequence[Any], shardings: Shar
 
     A loop gathers the slice that a step reads, so of a stacked weight one slice is whole at a time. Where the stack is
     what is split, each step's slice is another device's: XLA gathers all of it before the loop.
-
-    Args:
-        eqns: A program's equations.
-        invars: Its inputs.
-        shardings: Their shardings.
-        gathered: Bytes of each, from `gathered_bytes`.
     """
     index = {var: i for i, var in enumerate(invars)}
     steps: list[set[int]] = [set() for _ in gathered]
@@ -204,13 +158,10 @@ def _names(dim: Any) -> tuple[str, ...]:
 
 
 def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int], at_once: Sequence[int]) -> Chain:
-    """Add gathered weights to a chain: to kept bytes once, to a region's passes with their gradients.
+    """Add gathered weights to a chain of one device's costs: to kept bytes once, to a region's passes with their
+    gradients.
 
-    Args:
-        chain: The costs on one device without them.
-        graph: The program.
-        gathered: Bytes of each input, from `gathered_bytes`.
-        at_once: Those of them that are live together while it is read, from `gathered_at_once`.
+    `gathered` is from `gathered_bytes`, `at_once` from `gathered_at_once`.
 
     Example:
         >>> from jaxsub.core.chain import Stage

@@ -93,13 +93,7 @@ def of_the_others(fun: Callable[..., Any], structure: Any, fixed: Fixed) -> Call
 def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Make a function refuse to change modules of Flax NNX in place without returning the changes.
 
-    Args:
-        fun: The function.
-        name: The function of ours that it is passed to, such as `"sublinear"`: `jaxsub.flax.nnx` has one of that name
-            that keeps changes.
-
-    Raises:
-        UnsupportedError: At the call; it says how to keep the changes.
+    At the call, an `UnsupportedError` names the function of ours in `jaxsub.flax.nnx` that keeps them.
     """
 
     @functools.wraps(fun)

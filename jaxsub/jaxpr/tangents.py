@@ -16,33 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 
-def holds_while(eqn: Any) -> bool:
-    """Tell whether an equation is a loop of unknown length, or contains one."""
-    return eqn.primitive.name == "while" or any(holds_while(inner) for body in bodies_of(eqn) for inner in body.eqns)
-
-
 def reaching(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
-    """Find the variables whose tangents may reach some results.
-
-    Args:
-        eqns: Equations, in order.
-        results: Variables or literals that they make.
-
-    Returns:
-        The floating-point results, and all variables that their tangents come from.
-
-    Example:
-        >>> import jax
-        >>> def f(x, y):
-        ...     return jax.lax.while_loop(lambda z: z < 3, lambda z: z + jax.lax.stop_gradient(y), x)
-        >>> jaxpr = jax.make_jaxpr(f)(1.0, 2.0)
-        >>> [v in reaching(jaxpr.eqns, jaxpr.jaxpr.outvars) for v in jaxpr.jaxpr.invars]
-        [True, False]
-    """
+    """Find the floating-point results, and all variables that their tangents come from."""
     found = {a for a in results if has_tangent(a)}
     for eqn in reversed(eqns):
         wanted = [v in found for v in eqn.outvars]

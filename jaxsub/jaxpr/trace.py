@@ -22,7 +22,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
 from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
+from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signature_of
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, all_shardings
@@ -123,21 +123,11 @@ def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, argnums: int | Sequence[int] | None = None
 ) -> Program:
-    """Trace a function.
+    """Trace a function with its static arguments bound.
 
-    Args:
-        fun: The function, with its static arguments bound.
-        args: Positional arguments: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
-        kwargs: Keyword arguments, likewise.
-        argnums: The positional arguments to differentiate. `None`: the first with floating-point leaves, else all
-            keyword arguments, else only closed-over values.
-
-    Returns:
-        The program; `differentiated` is empty where `argnums` is `None` and there is nothing to differentiate.
-
-    Raises:
-        UnsupportedError: If `argnums` names nothing that can be differentiated, an argument is not an array, or
-            tracing needs cuDNN's version and cuDNN is not installed.
+    With `argnums=None` the first positional argument with floating-point leaves is differentiated, else all keyword
+    arguments, else only closed-over values, else nothing. `UnsupportedError` if `argnums` names nothing that can be
+    differentiated, an argument is not an array, or tracing needs cuDNN's version and cuDNN is not installed.
 
     Example:
         >>> program = trace(lambda x, y: jnp.tanh(x @ y).sum(), [jnp.ones((2, 2))] * 2, {})
@@ -193,15 +183,7 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
 
 
 def check_differentiated(program: Program, positions: Iterable[int] | None = None) -> None:
-    """Refuse a program that has nothing to differentiate.
-
-    Args:
-        program: The program.
-        positions: The inputs to differentiate; `None` for all arguments.
-
-    Raises:
-        UnsupportedError: If none of them has a floating-point dtype.
-    """
+    """Refuse a program with no floating-point input to differentiate, at these positions or at all."""
     if program.differentiated:
         return
     chosen = range(len(program.consts), len(program.invars)) if positions is None else positions
@@ -324,14 +306,9 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
 def _node(i: int, eqn: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> Node:
     name = compat.unwrapped(eqn)[0].name
     touches_ref = any(hasattr(getattr(a, "aval", None), "inner_aval") for a in (*eqn.invars, *eqn.outvars))
-    can_recompute = not touches_ref and not _runs_once(eqn)
+    can_recompute = not touches_ref and ONCE.isdisjoint(primitives_in(eqn))
     return Node(i, name, ins, outs, flops_of(eqn).weighted, is_costly(eqn), compat.source_of(eqn),
                 scope_of(str(eqn.source_info.name_stack)), (), can_recompute)  # fmt: skip
-
-
-def _runs_once(eqn: Any) -> bool:
-    """Tell whether an equation, or one inside it, has an effect that must happen once."""
-    return eqn.primitive.name in ONCE or any(_runs_once(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None) -> set[int]:

@@ -38,16 +38,9 @@ dropout or reads its own part of stacked weights."""
 def find_cuts(
     graph: Graph, *, window: int = 2, max_stages: int = TUNING.most_stages, required: Iterable[int] = ()
 ) -> tuple[int, ...]:
-    """Choose the nodes in front of which to cut.
+    """Choose the nodes in front of which to cut: the first node of each stage, 0 first, and the number of nodes last.
 
-    Args:
-        graph: The program.
-        window: How many costly nodes on either side a cut is compared with.
-        max_stages: How many stages there may be at most.
-        required: Nodes in front of which there must be a cut.
-
-    Returns:
-        The first node of each stage, 0 first, and the number of nodes last.
+    A cut is compared with `window` costly nodes on either side. In front of those `required` there is one.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -74,10 +67,6 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
     XLA fuses an elementwise value into its consumers. Where such a value crosses a cut it is materialised instead of
     its operands, which is worse if the operands are smaller. The f32 copy of bf16 logits, or their exponentials, are
     materialised only if a cut is between the product that makes the logits and the sums over them.
-
-    Args:
-        graph: The program.
-        positions: Nodes in front of which cuts would be, in order.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -137,12 +126,6 @@ def widening_head(graph: Graph) -> int | None:
     `find_cuts` has no cut there, since more bytes cross it than any other. But in one stage that makes such values,
     reduces them to a loss and runs back through both, several copies of them are live at once.
 
-    Args:
-        graph: The program.
-
-    Returns:
-        The node in front of which to cut such a head, or `None`.
-
     Example:
         >>> from jaxsub.core.graph import graph_of
         >>> nodes = [("matmul", [0], [4]), ("matmul", [1], [4]), ("matmul", [2], [64]), ("exp", [3], [64])]
@@ -165,25 +148,14 @@ def shares_most_weights(graph: Graph) -> bool:
 
 
 def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
-    """List the stages at which blocks start, the number of stages last; none where each block is one stage.
-
-    Args:
-        graph: The program.
-        cuts: The first node of each stage, and the number of nodes last.
-    """
+    """List the stages at which blocks start, the number of stages last; none where each block is one stage."""
     blocks = set(find_cuts(graph))
     ends = [stage for stage, node in enumerate(cuts) if node in blocks]
     return [] if len(ends) == len(cuts) or shares_most_weights(graph) else ends
 
 
 def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """List the runs of stages that may be one region: single stages, several stages, several blocks; never the last.
-
-    Args:
-        cuts: The first node of each stage, and the number of nodes last.
-        ends: The stages at which blocks start.
-        sizes: How many stages, or blocks, the regions of several have.
-    """
+    """List the runs of stages that may be one region: single stages, several stages, several blocks; never the last."""
     n = len(cuts) - 1
     sizes = range(2, n) if sizes and n <= TUNING.few_stages else sizes
     spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]

@@ -15,32 +15,12 @@ LEAST_SHARE = 0.01
 
 
 def find_loops(program: Program) -> tuple[int, ...]:
-    """Find the scans worth planning: differentiated, without effects but reports, of several steps, and not small.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> f = lambda x: jax.lax.fori_loop(0, 6, lambda i, x: jnp.sin(x), x)
-        >>> find_loops(trace(f, (1.0,), {}))
-        (0,)
-    """
+    """Find the scans worth planning: differentiated, without effects but reports, of several steps, and not small."""
     return tuple(i for i in _large(program, "scan") if program.eqns[i].params["length"] > 1)
 
 
 def find_conditionals(program: Program) -> tuple[int, ...]:
-    """Find the conditionals worth planning: differentiated, with no effects but reports, not small, a branch deep.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> def deep(x):
-        ...     for _ in range(6):
-        ...         x = jnp.tanh(x @ x)
-        ...     return x
-        >>> f = lambda x: jax.lax.cond(x[0, 0] > 0, deep, jnp.sin, x)
-        >>> len(find_conditionals(trace(f, (jnp.ones((2, 2)),), {})))
-        1
-    """
+    """Find the conditionals worth planning: differentiated, with no effects but reports, not small, a branch deep."""
     return tuple(
         i
         for i in _large(program, "cond")

@@ -46,10 +46,7 @@ MOST_VALUES = 10
 class Choice:
     """One Pareto-optimal split of a run's residuals into saved and recomputed.
 
-    Attributes:
-        saved: Offsets of saved values from the first value that the run makes.
-        saved_bytes: Their bytes, without values that the run returns.
-        recompute_flops: Weighted FLOPs of the recomputed equations.
+    Saved are offsets from the first value that the run makes; their bytes are without values that the run returns.
     """
 
     saved: tuple[int, ...]
@@ -79,15 +76,7 @@ class RunFunction:
 def run_function(
     program: Program, start: int, stop: int, *, tag: Callable[[Any, int], Any] | None = None, saved: Sequence[int] = ()
 ) -> RunFunction:
-    """Make a function of a run of nodes.
-
-    Args:
-        program: The program.
-        start: The run's first node.
-        stop: The node after its last.
-        tag: Applied to values that the run makes, with their offset: a mark or a name.
-        saved: Offsets of the values to tag; all when empty.
-    """
+    """Make a function of a run of nodes; `tag` marks or names values that it makes, at offsets `saved` or all."""
     graph = program.graph
     made, last = graph.made_by(start, stop), graph.last_uses()
     reads = tuple(dict.fromkeys(v for n in graph.nodes[start:stop] for v in n.inputs if v < made.start))
@@ -175,8 +164,7 @@ class NoBackwardPass(ValueError):
 def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
     """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty.
 
-    Raises:
-        NoBackwardPass: If a derivative rule refuses, in its own way, cotangents of all that the run returns.
+    `NoBackwardPass` if a derivative rule refuses, in its own way, cotangents of all that the run returns.
     """
     function = run_function(program, start, stop, tag=mark, saved=marked)
     base, last = program.graph.made_by(start, stop), program.graph.last_uses()
@@ -194,13 +182,7 @@ def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = (
 def trace_function(
     function: RunFunction, avals: Sequence[jax.ShapeDtypeStruct], opened: Sequence[str] = ()
 ) -> TracedRun:
-    """Trace a function and its backward pass.
-
-    Args:
-        function: The function.
-        avals: Shapes of its inputs.
-        opened: Primitives, such as those of regions, that are inlined.
-    """
+    """Trace a function and its backward pass, with primitives in `opened`, such as those of regions, inlined."""
     trees: list[Any] = []
 
     def residuals_of(*inputs: Any) -> Any:
@@ -227,15 +209,7 @@ def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeSt
 
 
 def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...]:
-    """Find the choices of saved values of a run.
-
-    Args:
-        traced: The run.
-        least_gain: A choice must recompute less than the one before it by at least this share of the run's FLOPs.
-
-    Returns:
-        Pareto-optimal choices, the one that saves nothing first.
-    """
+    """Find the Pareto-optimal choices of saved values of a run, the one that saves nothing first."""
     cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
     return _pareto(cut, least_gain)
 

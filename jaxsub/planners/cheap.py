@@ -18,18 +18,7 @@ from jaxsub.planners.select import Candidates
 
 
 def cheap_runs(chain: Chain) -> tuple[Run, ...]:
-    """Make a region of each stage but the last, which recomputes what is cheap and saves the rest.
-
-    Args:
-        chain: The chain; items of several stages are ignored.
-
-    Example:
-        >>> from jaxsub.core.chain import Item, Stage
-        >>> options = (Option((), 0, 4, 9.0), Option((0,), 1, 4, 0.5), Option((0, 1), 2, 4, 0.5))
-        >>> chain = Chain((Stage(0, 2), Stage(2, 4)), (Item(0, 1, options), Item(1, 2, options)), ())
-        >>> [run.option and run.option.saved for run in cheap_runs(chain)]
-        [(0,), None]
-    """
+    """Make a region of each stage but the last, which recomputes what is cheap and saves the rest."""
     options = {item.start: item.options for item in chain.items if item.stop - item.start == 1}
     last = len(chain.stages) - 1
     best = (_cheapest(options.get(s, ())) if s != last else None for s in range(last + 1))

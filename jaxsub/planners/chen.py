@@ -32,22 +32,10 @@ from jaxsub.planners.select import Candidates
 def greedy_mirror_counts(
     graph: Graph, candidates: Collection[int], budget_bytes: float
 ) -> tuple[tuple[int, ...], int, int]:
-    """Choose the mirror count of each node greedily: the paper's Algorithm 3.
+    """Choose the mirror count of each node greedily: the paper's Algorithm 3, its C the candidates, its B the budget.
 
-    Args:
-        graph: The program.
-        candidates: The nodes that may end a segment, the paper's C.
-        budget_bytes: The approximate bytes that one segment may make, the paper's B.
-
-    Returns:
-        m(v) for each node, 0 where its result is saved and 1 where it is recomputed; x, the approximate bytes between
-        segments; y, the approximate bytes of the largest segment that ends at a candidate.
-
-    Example:
-        >>> from jaxsub.core.graph import graph_of
-        >>> graph = graph_of([("tanh", [v], [10]) for v in range(5)], 1, [5])
-        >>> greedy_mirror_counts(graph, range(5), 15)
-        ((1, 0, 1, 0, 1), 20, 20)
+    Returns m(v) for each node, 0 where its result is saved and 1 where it is recomputed; x, the approximate bytes
+    between segments; y, the approximate bytes of the largest segment that ends at a candidate.
 
     References:
         Chen et al., 2016, Algorithm 3.
@@ -66,25 +54,12 @@ def greedy_mirror_counts(
 
 
 def greedy_plan(chain: Chain, budget_bytes: float) -> tuple[tuple[Run, ...], int, int]:
-    """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes.
+    """Cut a chain into segments greedily: the paper's Algorithm 3 with stages as nodes, its B the budget.
 
     The candidate splitting points are the cuts between stages. A segment stores the values that it makes and later
-    segments read: a value that crosses many cuts counts once, where it is made.
-
-    Args:
-        chain: The chain.
-        budget_bytes: The approximate bytes that one segment may make, the paper's B.
-
-    Returns:
-        The runs: a region that saves nothing for each segment but the last, which is not wrapped; x, the bytes between
-        segments; y, the approximate bytes of the largest segment but the last.
-
-    Example:
-        >>> from jaxsub.core.chain import Stage
-        >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=10) for s in range(4)), (), ())
-        >>> runs, x, y = greedy_plan(chain, 15)
-        >>> [(run.start, run.stop) for run in runs], y
-        ([(0, 2), (2, 3), (3, 4)], 20)
+    segments read: a value that crosses many cuts counts once, where it is made. Returns a region that saves nothing for
+    each segment but the last, which is not wrapped; x, the bytes between segments; y, those of the largest segment but
+    the last.
 
     References:
         Chen et al., 2016, Algorithm 3.

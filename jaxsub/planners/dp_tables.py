@@ -42,11 +42,9 @@ ROUNDING = np.float32(1e-4)  # relative; sums of many float32
 
 @dataclass(frozen=True, slots=True)
 class Nests:
-    """The least extra FLOPs inside nests.
+    """The least extra FLOPs inside nests, `f32[s, t, m]` for `t >= s`.
 
-    Attributes:
-        extra: `f32[s, t, m]`; defined for `t >= s`.
-        least: `[s, t]`: the least slots with a finite entry; the length of `m` where no entry is finite.
+    For `[s, t]` the least slots with a finite entry; the length of `m` where no entry is finite.
     """
 
     extra: np.ndarray
@@ -54,13 +52,10 @@ class Nests:
 
 
 def nest_table(costs: Costs, most: np.ndarray, inner: Nests | None, is_bounded: bool) -> Nests:
-    """Fill the table of stages inside a nest.
+    """Fill the table of stages inside a nest; above `most`, `f32[m]`, the FLOPs of a cheapest plan, it may be infinite.
 
-    Args:
-        costs: The chain in slots.
-        most: `f32[m]`: the most that a cheapest plan in `m` slots recomputes; entries above it may be infinite.
-        inner: With a bound on nesting, the table of one level deeper; `None` at the deepest level, without regions.
-        is_bounded: Whether nesting is bounded; without a bound the table refers to itself.
+    With a bound on nesting, `inner` is the table of one level deeper, `None` at the deepest, which has no regions;
+    without a bound the table refers to itself.
     """
     n, size = len(costs.chain.stages), costs.n_slots + 1
     nests = Nests(np.empty((n, n, size), dtype=np.float32), np.full((n, n), size, dtype=np.int64))
@@ -169,13 +164,7 @@ def tables_of(chain: Chain, max_bytes: int, slots: int, max_depth: int | None = 
               least_bytes: float = 0, most_flops: float = math.inf) -> Tables:  # fmt: skip
     """Fill all tables, as far as plans within these limits need them: tighter limits fill sooner.
 
-    Args:
-        chain: The chain.
-        max_bytes: The most memory to plan for, in bytes.
-        slots: About how many slots to divide it into; fewer where the tables would take over a quarter of a GiB.
-        max_depth: How deep regions may nest; `None` for any depth.
-        least_bytes: The least memory to plan for, in bytes.
-        most_flops: The most FLOPs that a wanted plan recomputes.
+    There are about so many slots, fewer where the tables would take over a quarter of a GiB.
     """
     entries = len(chain.stages) ** 2 / 2 * (max_depth or 1)
     costs = costs_of(chain, max_bytes, max(16, min(slots, int(TABLE_BYTES / 4 / entries))))

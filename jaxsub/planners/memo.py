@@ -54,25 +54,13 @@ KEPT_CHAINS = 4  # a program has few partitions
 
 @dataclass(slots=True, eq=False)
 class Memo:
-    """A planner that keeps another planner's answers for the last few chains.
-
-    Attributes:
-        planner: The planner.
-    """
+    """A planner that keeps another planner's answers for the last few chains."""
 
     planner: Callable[[Chain, int | None], Plan]
     _answers: list[tuple[Chain, Answer]] = field(init=False, default_factory=list)
 
     def __call__(self, chain: Chain, budget_bytes: int | None) -> Plan:
-        """Plan a chain.
-
-        Args:
-            chain: The chain.
-            budget_bytes: The budget in bytes; `None` for the planner's natural plan.
-
-        Raises:
-            InfeasibleBudgetError: If no plan is predicted to fit.
-        """
+        """Plan a chain; `None` asks for the planner's natural plan, `InfeasibleBudgetError` says that none fits."""
         answer = next((answer for known, answer in self._answers if known is chain or known == chain), None)
         if answer is None:
             answer = solved(self.planner, chain)

@@ -46,21 +46,8 @@ BOUND_SECONDS = 10.0
 def least_flops(chain: Chain, budget_bytes: int, seconds: float = BOUND_SECONDS) -> float | None:
     """Bound the FLOPs that any schedule recomputes in a budget from below, by Checkmate's linear relaxation.
 
-    Args:
-        chain: The chain, of at most 60 stages.
-        budget_bytes: The budget in bytes.
-        seconds: How long the solver may take.
-
-    Returns:
-        FLOPs, elementwise work weighed down as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no
-        schedule fits; `None` where the chain has more stages or the solver took too long.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
-        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
-        >>> [round(least_flops(chain, n_bytes), 2) for n_bytes in (5, 9, 13)]
-        [1.75, 0.67, 0.0]
+    They are weighed as in `jaxsub.core.chain.Prediction.extra_flops`; infinite where no schedule fits; `None` where the
+    chain has over 60 stages or the solver takes too long.
 
     References:
         Jain et al., Checkmate, 2020, section 4.6: the relaxation.

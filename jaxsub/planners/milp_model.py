@@ -161,13 +161,7 @@ class Schedules:
         return self.at.get((kind, key))
 
     def solve(self, *, is_relaxed: bool = False, most: float = np.inf, seconds: float | None = None) -> Solved:
-        """Minimise the extra FLOPs.
-
-        Args:
-            is_relaxed: Whether variables may be fractions: the linear relaxation.
-            most: Look only for solutions that cost at most so many FLOPs.
-            seconds: How long the solver may take.
-        """
+        """Minimise the extra FLOPs, to at most `most`; where relaxed, variables may be fractions."""
         cost = np.array([self._flops(*key) for key in self.at]) / self.unit_flops
         priced = [(int(v), float(cost[v])) for v in np.flatnonzero(cost)]
         rows = [*self._rows, (priced, -np.inf, most / self.unit_flops)]

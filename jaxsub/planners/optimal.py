@@ -51,13 +51,9 @@ scale are left out; the most FLOPs that are recomputed."""
 
 @dataclass(frozen=True)
 class Solution:
-    """Plans of one chain for all budgets; tables are filled when first needed.
+    """Plans of one chain for all budgets up to `max_bytes`; tables are filled when first needed.
 
-    Attributes:
-        chain: The chain.
-        max_bytes: The most memory it is solved for, in bytes.
-        slots: About how many slots that is divided into; every scale below has as many.
-        max_depth: How deep regions may nest.
+    The most memory is divided into about so many slots; every scale below has as many.
     """
 
     chain: Chain
@@ -67,14 +63,7 @@ class Solution:
     _filled: dict[Filling, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self, budget_bytes: int) -> tuple[Run, ...]:
-        """Find the cheapest runs that are predicted to fit; in short regions, unless the chain is long.
-
-        Args:
-            budget_bytes: The budget, in bytes.
-
-        Raises:
-            InfeasibleBudgetError: If not even `least` fits.
-        """
+        """Find the cheapest runs that are predicted to fit, if any; in short regions, unless the chain is long."""
         plain = self.chain.plain()
         found = [(plain, predict(self.chain, plain))]
         reach = budget_bytes + most_hosted(self.chain)
@@ -266,21 +255,7 @@ def _first(pair: tuple[int, tuple[Run, ...]]) -> int:
 
 
 def solve(chain: Chain, max_bytes: int | None = None, slots: int = 500, max_depth: int = TUNING.deepest) -> Solution:
-    """Solve a chain for all budgets up to a most.
-
-    Args:
-        chain: The chain.
-        max_bytes: The most memory to plan for, in bytes; `None` for what the chain needs without recomputation.
-        slots: About how many slots to divide it into.
-        max_depth: How deep regions may nest.
-
-    Example:
-        >>> from jaxsub.core.chain import Chain, Crossing, Stage
-        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
-        >>> chain = Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2)))
-        >>> solve(chain).least()[0].stop
-        2
-    """
+    """Solve a chain for all budgets up to a most, by default what it needs without recomputation, in so many slots."""
     if max_bytes is None:
         max_bytes = predict(chain, chain.plain()).temp_bytes + most_hosted(chain)
     return Solution(chain, max(1, max_bytes), slots, max_depth)

@@ -77,13 +77,7 @@ class Costs:
 
 
 def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
-    """Count a chain's bytes in slots.
-
-    Args:
-        chain: The chain.
-        max_bytes: Bytes of all slots together.
-        slots: About how many slots; up to a quarter more where sizes are then whole slots. A slot has at least a byte.
-    """
+    """Count a chain's bytes in slots; up to a quarter more of them where sizes are then whole slots."""
     unit_bytes = _unit(chain, max_bytes, slots)
     n, n_slots = len(chain.stages), int(max_bytes / unit_bytes + 1e-9)
     crossing, passing = chain.crossing_bytes, chain.passing_bytes

@@ -26,18 +26,7 @@ GROWTH = 1.25  # from one k to try to the next, once they are large
 
 
 def recursive_runs(chain: Chain, k: int) -> tuple[Run, ...]:
-    """Make the runs of the recursion that stores `k` results at every level.
-
-    Args:
-        chain: The chain.
-        k: How many results to store; at least 1.
-
-    Example:
-        >>> from jaxsub.core.chain import Stage
-        >>> chain = Chain(tuple(Stage(s, s + 1, made_bytes=1) for s in range(8)), (), ())
-        >>> [(run.start, run.stop) for run in recursive_runs(chain, 1)]
-        [(0, 4), (4, 6), (6, 7), (7, 8)]
-    """
+    """Make the runs of the recursion that stores `k` results, at least one, at every level."""
     return tuple(_divided(chain, _before(chain), 0, len(chain.stages), k))
 
 

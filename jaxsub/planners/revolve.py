@@ -40,18 +40,7 @@ def repeats_of(n: int, slots: int) -> int:
 
 
 def revolve_runs(chain: Chain, slots: int) -> tuple[Run, ...]:
-    """Make the runs of binomial checkpointing.
-
-    Args:
-        chain: The chain.
-        slots: How many states may be stored beside the chain's input; at least 1.
-
-    Example:
-        >>> from jaxsub.core.chain import Stage
-        >>> chain = Chain(tuple(Stage(s, s + 1) for s in range(10)), (), ())
-        >>> [(run.start, run.stop) for run in revolve_runs(chain, 3)]
-        [(0, 4), (4, 7), (7, 9), (9, 10)]
-    """
+    """Make the runs of binomial checkpointing with so many states stored beside the chain's input, at least one."""
     return tuple(_reversed(chain, 0, len(chain.stages), slots))
 
 

@@ -21,11 +21,6 @@ class Candidates:
     """Plans of one chain that a planner makes from a number, each made and predicted once.
 
     A planner that compares the same plans for every budget is monotone: a larger budget never gets a slower plan.
-
-    Attributes:
-        chain: The chain.
-        runs_of: Makes runs that cover the chain from a number.
-        planner: The planner's name.
     """
 
     chain: Chain
@@ -38,15 +33,7 @@ class Candidates:
         return [self._priced(number) for number in numbers]
 
     def cheapest(self, numbers: Iterable[float], budget_bytes: int | None) -> Plan:
-        """Choose the plan of least recompute, then least memory, among those of these numbers that fit a budget.
-
-        Args:
-            numbers: At least one.
-            budget_bytes: The budget in bytes; `None` for any.
-
-        Raises:
-            InfeasibleBudgetError: If none fits.
-        """
+        """Choose the plan of least recompute, then least memory, of these numbers that fit a budget, or refuse."""
         found = self.priced(numbers)
         fitting = [f for f in found if budget_bytes is None or f[1].temp_bytes <= budget_bytes]
         if not fitting and budget_bytes is not None:
@@ -77,13 +64,7 @@ def numbers_to_try(least: int, most: int, growth: float) -> list[int]:
 
 
 def infeasible(budget_bytes: int, least_bytes: int, planner: str) -> InfeasibleBudgetError:
-    """Make the error for a budget that none of a planner's plans fits.
-
-    Args:
-        budget_bytes: The budget, in bytes.
-        least_bytes: The least predicted peak of its plans, in bytes.
-        planner: The planner's name.
-    """
+    """Make the error for a budget that none of a planner's plans fits."""
     instead = "or make the batch smaller" if planner == "optimal" else 'or planner="auto"'
     return InfeasibleBudgetError(
         f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak of the plans of `{planner}`, "
@@ -125,13 +106,7 @@ def _work(plan: Plan) -> tuple[float, float]:
 def expected_compile_seconds(plan: Plan, plain_seconds: float) -> float:
     """Estimate how long a plan compiles: the time grows with the square of the number of equations.
 
-    Args:
-        plan: The plan. An equation's gradient counts as three equations, and one more for each recompute.
-        plain_seconds: How long the plain gradient took.
-
-    Example:
-        >>> round(expected_compile_seconds(Plan.from_mirror_counts([1, 1, 1, 0], fingerprint="f"), 9.0), 1)
-        14.1
+    An equation's gradient counts as three equations, and one more for each recompute.
     """
     counts = plan.mirror_counts
     return float(plain_seconds * (1 + sum(counts) / (3 * max(len(counts), 1))) ** 2)

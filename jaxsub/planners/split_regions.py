@@ -19,24 +19,7 @@ MOST_CHOICES = 64  # Pareto-optimal splits of one region up to a cut that are ke
 
 
 def split_regions(chain: Chain, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Replace long regions by short ones that cost the same.
-
-    Args:
-        chain: The chain.
-        runs: Runs that cover the chain's stages.
-
-    Returns:
-        Runs that are predicted to need no more memory and recompute no more.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Item, Option, Stage
-        >>> stages = tuple(Stage(s, s + 1, transient_bytes=4, keep_bytes=9, keep_transient_bytes=4) for s in range(3))
-        >>> short, long = Option((0,), 1, 5, 1.0), Option((0, 1, 2), 3, 8, 2.0)
-        >>> items = (Item(0, 1, (short,)), Item(1, 2, (short,)), Item(0, 2, (long,)))
-        >>> chain = Chain(stages, items, tuple(Crossing(s, s + 1, 1, 0) for s in range(2)))
-        >>> [(run.start, run.stop) for run in split_regions(chain, (Run(0, 2, long), Run(2, 3)))]
-        [(0, 1), (1, 2), (2, 3)]
-    """
+    """Replace long regions by short ones predicted to need no more memory and recompute no more."""
     short = tuple(piece for run in runs for piece in _pieces(chain, run))
     if len(short) == len(runs) or predict(chain, short).temp_bytes > predict(chain, runs).temp_bytes:
         return tuple(runs)

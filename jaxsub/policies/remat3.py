@@ -32,9 +32,8 @@ ANSWERS = {"SaveableType": True, "RecomputeType": False}
 def plan_where_ignored(policy: JaxPolicy, program: Program) -> Plan | None:
     """Make the region that saves a policy's results; `None` where JAX itself calls the policy for all of them.
 
-    Raises:
-        UnsupportedError: If a region of ours cannot save these results either: results inside loops, branches and
-            custom derivatives, or results moved to another memory.
+    `UnsupportedError` if a region of ours cannot save these results either: those inside loops, branches and custom
+    derivatives, or moved to another memory.
     """
     asked = compat.asked_by_remat3()
     if compat.is_known_to_remat3(policy):

@@ -48,14 +48,8 @@ REGIONS = ("checkpoint", "remat", "remat2")
 
 
 def opened(program: Program, plan: Plan, target: Target, store: Store | None) -> Plan:
-    """The plan with its loops and slices opened.
-
-    Args:
-        program: The program as it was traced.
-        plan: A plan of it.
-        target: What it is planned for.
-        store: Where what was opened is kept between processes, under the program's own lines and scopes;
-            `None` for nowhere.
+    """The plan with its loops and slices opened; a store keeps that between processes, with the program's lines and
+    scopes.
     """
     if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
         return plan
@@ -227,7 +221,7 @@ def _timeline(traced: TracedRun, again: Sequence[Any], gpu: Target | None) -> St
     pieces = [Piece("crossing", turn, last[v] + 1, 0, 1, aval_bytes(v.aval), (), "cotangents on their way")
               for v in traced.cotangents if last.get(v, -1) >= turn]  # fmt: skip
     for i, (kernel, eqn) in enumerate(kernels):
-        phase = "forward" if i < turn else "again" if id(eqn) in repeated else "backward"
+        phase = "forward" if i < turn else "recompute" if id(eqn) in repeated else "backward"
         steps.append(Step(phase, i, i + 1, flops_of(eqn).weighted, kernel.inner_bytes))
         for buffer, n_bytes in zip(kernel.makes, kernel.n_bytes, strict=True):
             atom = buffer[0] if isinstance(buffer, tuple) else buffer

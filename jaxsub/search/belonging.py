@@ -25,20 +25,7 @@ from jaxsub.jaxpr.trace import Program
 
 
 def require_belonging(program: Program, plan: Plan) -> Plan:
-    """Refuse a plan that does not hold together on a program of its fingerprint; other programs are `emit`'s matter.
-
-    Raises:
-        PlanMismatchError: If anything is wrong; it says what.
-
-    Example:
-        >>> from jaxsub.core.budget import Budget
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> import jax.numpy as jnp
-        >>> program = trace(lambda x: jnp.sin(jnp.sin(x)), (1.0,), {})
-        >>> require_belonging(program, Plan(program.fingerprint, Budget(), 2, (Segment(0, 1, saved=(99,)),)))
-        Traceback (most recent call last):
-        jaxsub.core.errors.PlanMismatchError: The plan bears this function's fingerprint and does not fit it: ...
-    """
+    """Refuse a plan that does not hold together on a program of its fingerprint; other programs are `emit`'s matter."""
     if plan.fingerprint == program.fingerprint and (faults := plan_faults(program, plan)):
         raise PlanMismatchError(
             f"The plan bears this function's fingerprint and does not fit it: {'; '.join(faults)}. It was changed "

@@ -16,22 +16,9 @@ from jaxsub.core.tuning import TUNING
 
 @dataclass(slots=True)
 class Bracket:
-    """What was seen of a quantity.
+    """What was seen of a quantity: the largest that fits and the smallest that does not, each with its bytes.
 
-    Attributes:
-        limit: The limit, in bytes.
-        slope: Bytes that one more of the quantity is expected to take; `None` for in proportion, until two were seen.
-        low: The largest that fits, and its bytes.
-        high: The smallest that does not, and its bytes.
-
-    Example:
-        >>> bracket = Bracket(100.0, slope=1.0)
-        >>> bracket.add(100, 130)
-        >>> bracket.following()
-        70.0
-        >>> bracket.add(70, 90)
-        >>> bracket.following()
-        77.5
+    `slope` is the bytes that one more of it is expected to take; `None` for in proportion, until two were seen.
     """
 
     limit: float
@@ -81,16 +68,9 @@ class Bracket:
 
 
 def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
-    """Find the largest multiple of `unit` whose bytes are within a limit.
+    """Find the largest multiple of `unit` whose bytes, about linear in it, are within a limit; 0 if none is.
 
-    Args:
-        bytes_of: Bytes of a batch; growing with it, about linearly.
-        limit: The limit.
-        unit: What the batch is a multiple of.
-        known: A batch that is known to fit, or 0.
-
-    Returns:
-        The batch, or 0 if not even `unit` fits.
+    A batch that is known to fit may be given.
 
     Example:
         >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -29,8 +30,8 @@ from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
-from jaxsub.search.verify import Verifier, finish, peak_line, standing
+from jaxsub.search.candidates import Candidates, Partition
+from jaxsub.search.verify import Verifier, finish, live_at_peak, peak_line
 
 NAMED_HOLDERS = 4
 """How many of the values live at the peak a refusal names."""
@@ -40,9 +41,8 @@ NAMED_HOLDERS = 4
 class Effort:
     """How much is compiled.
 
-    Attributes:
-        gain: What a plan must be predicted to spare to be compiled once another fits, as a share of a forward pass.
-        max_seconds: After how many seconds nothing better is looked for; a plan that fits is looked for all the same.
+    Once a plan fits, another must be predicted to spare `gain` of a forward pass to be compiled. After `max_seconds`
+    nothing better is looked for; a plan that fits is looked for all the same.
     """
 
     gain: float = TUNING.compile_gain
@@ -60,21 +60,9 @@ EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 
 def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
         by_hand: Callable[[], Sequence[Plan]] = tuple) -> Plan:  # fmt: skip
-    """Find a plan that the compiler confirms to fit.
+    """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
 
-    Args:
-        verifier: Compiles plans.
-        candidates: The planner's plans.
-        budget: The budget as the user gave it.
-        budget_bytes: The same in bytes.
-        effort: How much to compile.
-        by_hand: Makes more plans to try, those that recompute least first (`jaxsub.search.by_hand`).
-
-    Returns:
-        The plan, measured; the plain program's measurement beside it where that was compiled.
-
-    Raises:
-        InfeasibleBudgetError: If none of the planner's plans fits.
+    Plans by hand (`jaxsub.search.by_hand`) are tried too. `InfeasibleBudgetError` if none of the planner's plans fits.
     """
     began = time.monotonic()
     plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)
@@ -83,12 +71,12 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
     search = _Search(verifier, candidates, budget_bytes, effort, began)
-    ways = candidates.ranked(budget_bytes)
-    for way in ways[:2]:
-        search.run(way, budget_bytes / search.error)
+    partitions = candidates.ranked(budget_bytes)
+    for cuts in partitions[:2]:
+        search.run(cuts, budget_bytes / search.error)
         if search.best is not None:
             break
-    search.dare(ways)
+    search.dare(partitions)
     search.by_hand(by_hand)
     if search.best is None:
         search.least()
@@ -121,20 +109,20 @@ class _Search:
         """By what factor even the best of the predictions so far was too low; 1 where one was not."""
         return max(1.0, min(self.errors, default=1.0))
 
-    def dare(self, ways: Sequence[Way]) -> None:
+    def dare(self, partitions: Sequence[Partition]) -> None:
         """Try least plans that are predicted not to fit, where what fits recomputes much."""
-        for way in ways:
+        for cuts in partitions:
             if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
-                least = predicted_bytes(self.candidates.plan(way, 1, TUNING.least_slack))
+                least = predicted_bytes(self.candidates.plan(cuts, 1, TUNING.least_slack))
                 if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
-                    self.run(way, least)
+                    self.run(cuts, least)
 
-    def run(self, way: Way, asked: float) -> None:
+    def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
         bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
         before, needed = None, 0
         while True:
-            plan = self._aimed(way, asked)
+            plan = self._aimed(cuts, asked)
             predicted, is_same = predicted_bytes(plan), _regions(plan) == before
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
@@ -150,11 +138,11 @@ class _Search:
                 return
             asked = following
 
-    def _aimed(self, way: Way, asked: float) -> Plan:
+    def _aimed(self, cuts: Partition, asked: float) -> Plan:
         """The plan to compile for what is asked: until one fits, one that leaves room where room is cheap."""
         if self.best is not None:
-            return self.candidates.plan(way, asked, TUNING.least_slack)
-        return self.candidates.roomier(way, asked, TUNING.least_slack)
+            return self.candidates.plan(cuts, asked, TUNING.least_slack)
+        return self.candidates.roomier(cuts, asked, TUNING.least_slack)
 
     def may_try(self, plan: Plan) -> bool:
         """Whether a plan is worth a compile: none fits yet, or it is predicted to spare enough beside the best."""
@@ -220,14 +208,14 @@ class _Search:
 
     def least(self) -> None:
         """Try the planner's least plans, the same whatever the budget is."""
-        ways = self.candidates.every()
-        found = sorted((predicted_bytes(self.candidates.plan(way, 1)), i) for i, way in enumerate(ways))
-        near = [ways[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        tries = [(way, slack) for slack in (TUNING.least_slack, 0.0) for way in near]
-        for number, (way, slack) in enumerate(tries[: TUNING.least_compiles]):
+        partitions = self.candidates.choices
+        found = sorted((predicted_bytes(self.candidates.plan(cuts, 1)), i) for i, cuts in enumerate(partitions))
+        near = [partitions[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
+        tries = [(cuts, slack) for slack in (TUNING.least_slack, 0.0) for cuts in near]
+        for number, (cuts, slack) in enumerate(tries[: TUNING.least_compiles]):
             if number and not self._may_need_less(found[0][0]):
                 return
-            plan = self.candidates.plan(way, 1, slack)
+            plan = self.candidates.plan(cuts, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
@@ -255,18 +243,18 @@ class _Search:
             return _needed(self.least_seen)
         return self.budget_bytes if recomputed_share(self.best) > TUNING.compile_gain else 0
 
-    def _between_leasts(self, way: Way) -> None:
+    def _between_leasts(self, cuts: Partition) -> None:
         """Look for what needs less than the least plan does, from what that is predicted to need upwards.
 
         Packing may add a tenth to the least and nothing to a larger plan.
         """
-        low = predicted_bytes(self.candidates.plan(way, 1))
+        low = predicted_bytes(self.candidates.plan(cuts, 1))
         for _ in range(TUNING.between_compiles):
             least = _needed(self.least_seen)
             if self.best is not None or least - low <= TUNING.between_gap * least:
                 return
             asked = (low + least) // 2
-            plan = self.candidates.plan(way, asked, TUNING.least_slack)
+            plan = self.candidates.plan(cuts, asked, TUNING.least_slack)
             plan = plan.replace(measurement=self.try_(plan))
             self.least_seen = plan if _needed(plan) < least else self.least_seen
             low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
@@ -303,6 +291,6 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
 
 def _holders(plan: Plan) -> tuple[str, ...]:
     """List the values live at the predicted peak of a plan, each with its share of it."""
-    rows = standing(plan)
+    rows = live_at_peak(plan)
     total = max(1, sum(n_bytes for n_bytes, _ in rows))
     return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])

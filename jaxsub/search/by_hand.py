@@ -85,26 +85,10 @@ class _Piece:
 
 
 def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
-    """The plans that people write by hand for a program.
+    """The plans that people write by hand for a program, one a policy, the one that recomputes least first.
 
-    Args:
-        program: The program.
-        gpu: The GPU to compile for; `None` for a CPU.
-
-    Returns:
-        One plan a policy, with its prediction, the one that recomputes least first; none where there is neither a loop
-        nor a block. Of two policies that save the same there is one plan, named after the first.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> def loss(w, x):
-        ...     for _ in range(4):
-        ...         x = jnp.tanh(x @ w)
-        ...     return jnp.sum(x)
-        >>> plans = plans_by_hand(trace(loss, [jnp.ones((8, 8))] * 2, {}))
-        >>> [(plan.planner, plan.n_regions, plan.barriers) for plan in plans]
-        [('by hand: minimum cut', 4, ()), ('by hand: dots_saveable', 4, ()), ('by hand: full', 4, ())]
+    There are none where there is neither a loop nor a block. Of two policies that save the same there is one plan,
+    named after the first.
     """
     is_loops, pieces = bool(find_loops(program)), tuple(_loops(program) or _blocks(program))
     if not pieces or len(program.eqns) > TUNING.long_equations:

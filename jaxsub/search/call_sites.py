@@ -25,7 +25,7 @@ _TRIAL: Any = jax.make_user_context(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class CallSite:
     """One sublinear function in a step, at one set of shapes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Trial:
     target: Target
     plans: Mapping[str, Plan] = field(default_factory=dict)
     are_given: bool = False
-    sites: dict[str, Site] = field(default_factory=dict)
+    sites: dict[str, CallSite] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def plan(self, name: str, program: Program, settings: Settings) -> Plan:
@@ -74,7 +74,7 @@ class Trial:
         return self.plans.get(key, self.sites[key].own)
 
 
-def _site(name: str, program: Program, settings: Settings, given: Plan | None) -> Site:
+def _site(name: str, program: Program, settings: Settings, given: Plan | None) -> CallSite:
     is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
     own = given or (make_plan(program, settings) if is_fixed or is_bounded else untouched(program))
@@ -85,7 +85,7 @@ def _site(name: str, program: Program, settings: Settings, given: Plan | None) -
         with axes(), as_wide_as(program):
             yield
 
-    return Site(name, program, settings, own, not is_fixed and can_plan(program), entered)
+    return CallSite(name, program, settings, own, not is_fixed and can_plan(program), entered)
 
 
 def current() -> Trial | None:

@@ -1,6 +1,6 @@
 """Choose the partition to plan on.
 
-Partitions of a program into stages and a budget in bytes go in; `Way`s come out, the most promising first.
+Partitions of a program into stages and a budget in bytes go in; partitions come out, the most promising first.
 Nothing is compiled here; `jaxsub.search.budget_search` compiles whole plans.
 """
 
@@ -11,78 +11,48 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsub.core.budget import format_bytes
-from jaxsub.core.chain import Chain
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.output_reuse import unfenced
-from jaxsub.core.passes import Pass, run_passes
+from jaxsub.core.figures import predicted_bytes
+from jaxsub.core.figures import recomputed_share as recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.planners import Planner
 
-WITHOUT_BARRIERS = Pass("without gradient barriers", unfenced)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How to plan a program: a partition, and whether gradient barriers stand between its stages.
-
-    Attributes:
-        cuts: The first node of each stage, and the number of nodes last.
-        has_barriers: Whether plans have barriers.
-    """
-
-    cuts: tuple[int, ...]
-    has_barriers: bool = True
+Partition = tuple[int, ...]
+"""The first node of each stage, and the number of nodes last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A program's plans before any compile: for each way and budget the planner's own.
-
-    Attributes:
-        pricer: Prices the program.
-        planner: The planner.
-        choices: Partitions, the likeliest first.
-    """
+    """A program's plans before any compile: for each partition, the likeliest first, and budget the planner's own."""
 
     pricer: Pricer
     planner: Planner
-    choices: Sequence[tuple[int, ...]]
+    choices: Sequence[Partition]
 
-    def chain(self, way: Way) -> Chain:
-        """The chain that the planner is asked on."""
-        chain = self.pricer.chain(way.cuts)
-        return chain if way.has_barriers else run_passes(chain, [WITHOUT_BARRIERS])
-
-    def plan(self, way: Way, budget_bytes: float | None, slack: float = 0.0) -> Plan:
+    def plan(self, cuts: Partition, budget_bytes: float | None, slack: float = 0.0) -> Plan:
         """The planner's plan; where it says that nothing fits, its least, or one that needs a share more."""
-        chain = self.chain(way)
+        chain = self.pricer.chain(cuts)
         asked = None if budget_bytes is None else max(1, int(budget_bytes))
         try:
-            plan = self.planner(chain, asked)
+            return self.planner(chain, asked)
         except InfeasibleBudgetError as error:
-            plan = self.planner(chain, int(error.least_bytes * (1 + slack)))
-        return plan if way.has_barriers else plan.replace(barriers=())
+            return self.planner(chain, int(error.least_bytes * (1 + slack)))
 
-    def roomier(self, way: Way, budget_bytes: float, slack: float = 0.0) -> Plan:
+    def roomier(self, cuts: Partition, budget_bytes: float, slack: float = 0.0) -> Plan:
         """The plan that needs least, among those that recompute hardly more than the planner's own for a budget.
 
         A plan that fills its budget to the last byte may overshoot it, and costs another compile then.
-
-        Args:
-            way: The way.
-            budget_bytes: The budget.
-            slack: As for `plan`.
         """
-        best = self.plan(way, budget_bytes, slack)
+        best = self.plan(cuts, budget_bytes, slack)
         most = recomputed_share(best) + TUNING.partition_gain
         low, high = budget_bytes / TUNING.prediction_error, predicted_bytes(best)
         if high > budget_bytes:
             return best
         while high - low > TUNING.between_gap * budget_bytes:
             asked = (low + high) / 2
-            plan = self.plan(way, asked, slack)
+            plan = self.plan(cuts, asked, slack)
             if recomputed_share(plan) <= most and predicted_bytes(plan) <= asked:
                 best, high = plan, predicted_bytes(plan)
             else:
@@ -90,11 +60,7 @@ class Candidates:
         return best
 
     def predicted_to_fit(self, budget_bytes: int) -> Plan:
-        """The planner's plan on the partition on which least is predicted to be recomputed.
-
-        Raises:
-            InfeasibleBudgetError: If it says that nothing fits; the least that it names is met when it is asked for.
-        """
+        """The planner's plan on the partition on which least is predicted to be recomputed; or a refusal."""
         try:
             return self._refusing(budget_bytes)
         except InfeasibleBudgetError as refused:
@@ -119,59 +85,36 @@ class Candidates:
                 return least_bytes
 
     def _refusing(self, budget_bytes: int) -> Plan:
-        way = self.ranked(budget_bytes)[0]
-        plan = self.planner(self.chain(way), budget_bytes)
-        return plan if way.has_barriers else plan.replace(barriers=())
+        return self.planner(self.pricer.chain(self.ranked(budget_bytes)[0]), budget_bytes)
 
-    def natural(self, choices: Sequence[tuple[int, ...]]) -> Plan:
+    def natural(self, choices: Sequence[Partition]) -> Plan:
         """The plan without a budget: on the first partition on which it is predicted to need the least, or nearly."""
-        plans = [self.plan(Way(cuts), None) for cuts in choices]
+        plans = [self.plan(cuts, None) for cuts in choices]
         least = min(map(predicted_bytes, plans))
         return next(plan for plan in plans if predicted_bytes(plan) <= least * (1 + TUNING.least_slack))
 
-    def ranked(self, budget_bytes: int) -> list[Way]:
-        """The ways, those first on which least is predicted to be recomputed within a budget.
+    def ranked(self, budget_bytes: int) -> list[Partition]:
+        """The partitions, those first on which least is predicted to be recomputed within a budget.
 
         The first partition stays first where no other spares more than `Tuning.partition_gain`, so a smaller budget
         never spares more than that. Where nothing fits, those on which the least is lowest come first.
         """
-        first = Way(self.choices[0])
+        first = self.choices[0]
         best = self._rank(first, budget_bytes)
-        if best[0] <= TUNING.partition_gain or (best[0] < math.inf and len(first.cuts) > TUNING.long_chain + 1):
+        if best[0] <= TUNING.partition_gain or (best[0] < math.inf and len(first) > TUNING.long_chain + 1):
             return [first]
-        others = dict.fromkeys(way for way in self._others(first, budget_bytes) if way != first)
-        ranks = [(best[0] - TUNING.partition_gain, best[1]), *(self._rank(way, budget_bytes) for way in others)]
-        ways = [first, *others]
-        return [ways[i] for i in sorted(range(len(ways)), key=lambda i: (*ranks[i], i))]
+        others = dict.fromkeys(cuts for cuts in self._others(first, budget_bytes) if cuts != first)
+        ranks = [(best[0] - TUNING.partition_gain, best[1]), *(self._rank(cuts, budget_bytes) for cuts in others)]
+        return [cuts for _, cuts in sorted(zip(ranks, [first, *others], strict=True), key=lambda ranked: ranked[0])]
 
-    def every(self) -> list[Way]:
-        """All ways that are looked at whatever the budget is."""
-        return [*map(Way, self.choices), *self.bare()]
-
-    def bare(self) -> list[Way]:
-        """The way without barriers, where a GPU makes zeros ahead because of them."""
-        makes_zeros = any(stage.ahead_bytes for stage in self.pricer.chain(self.choices[0]).stages)
-        return [Way(self.choices[0], has_barriers=False)] if makes_zeros else []
-
-    def _others(self, first: Way, budget_bytes: int) -> Iterator[Way]:
-        chain = self.pricer.chain(first.cuts)
+    def _others(self, first: Partition, budget_bytes: int) -> Iterator[Partition]:
+        chain = self.pricer.chain(first)
         large = [stage for stage in chain.stages if stage.transient_bytes > TUNING.large_stage * budget_bytes]
         inside = {cut for other in self.choices for cut in other for s in large if s.start < cut < s.stop}
-        yield Way(tuple(sorted({*first.cuts, *inside})))
-        yield from self.every()
+        yield tuple(sorted({*first, *inside}))
+        yield from self.choices
 
-    def _rank(self, way: Way, budget_bytes: int) -> tuple[float, int]:
-        plan = self.plan(way, budget_bytes)
+    def _rank(self, cuts: Partition, budget_bytes: int) -> tuple[float, int]:
+        plan = self.plan(cuts, budget_bytes)
         needed = predicted_bytes(plan)
         return (recomputed_share(plan), 0) if needed <= budget_bytes else (math.inf, needed)
-
-
-def recomputed_share(plan: Plan) -> float:
-    """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
-    found = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-    return found + sum(run.extra_share for run in plan.slices)
-
-
-def predicted_bytes(plan: Plan) -> int:
-    """The predicted peak of a plan, in bytes; 0 where it does not say."""
-    return plan.prediction.temp_bytes if plan.prediction else 0

@@ -16,13 +16,13 @@ from itertools import accumulate
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.decisions import Inside, Slices
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.planners.optimal import solve
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.slice_search import is_whole_function, unfolded
 from jaxsub.search.slicing import Chunks, asked, candidates
 from jaxsub.search.verify import cut_choices, finish, usual_choices
@@ -30,14 +30,7 @@ from jaxsub.search.verify import cut_choices, finish, usual_choices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A plan that is not made yet.
-
-    Attributes:
-        temp_bytes: Its predicted peak.
-        extra: What it recomputes, in forward passes.
-        make: Makes it.
-        is_sliced: Whether runs of it are executed in slices.
-    """
+    """A plan that is not made yet: its predicted peak, and what it recomputes in forward passes."""
 
     temp_bytes: int
     extra: float
@@ -48,10 +41,7 @@ class Candidate:
 def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
     """Candidates none of which is better than another, memory rising.
 
-    Args:
-        pricer: Prices the program.
-        chunks: Which runs may be executed in slices. Unless it is `True`, slices have to spare more recompute than a
-            plan is given without looking at them.
+    Unless `chunks` is `True`, slices have to spare more recompute than a plan is given without looking at them.
     """
     if isinstance(chunks, Mapping):
         return best(_in_slices(pricer, asked(pricer.program, chunks)))
@@ -64,11 +54,8 @@ def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
 
 
 def best(found: Iterable[Candidate], price: float = 0.0) -> list[Candidate]:
-    """Those that no other is better than in both memory and recompute, memory rising.
-
-    Args:
-        found: Candidates.
-        price: What slices count as, in forward passes.
+    """Those that no other is better than in both memory and recompute, memory rising; slices count as `price` forward
+    passes.
     """
 
     def cost(candidate: Candidate) -> float:

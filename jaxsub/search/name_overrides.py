@@ -19,47 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxsub.core.decisions import Segment
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import walk
 from jaxsub.jaxpr.trace import Program
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Values by index.
-
-    Attributes:
-        saved: Values to save.
-        recomputed: Values to recompute.
-    """
+    """The values to save and those to recompute, by index."""
 
     saved: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
 
 
 def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
-    """Find the values of mirror counts by name.
-
-    Args:
-        program: The program.
-        counts: A mirror count for each name: 0 to save its values, 1 or more to recompute them.
-
-    Raises:
-        ValueError: If a count is negative or no integer, or the function has no value of that name.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.ad_checkpoint import checkpoint_name
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
-        >>> read_overrides(program, {"wave": 0})
-        Overrides(saved=(2,), recomputed=())
-    """
+    """Find the values of mirror counts by name, 0 to save and more to recompute; refuse other names and counts."""
     wrong = [f"{name!r}: {m!r}" for name, m in counts.items() if isinstance(m, bool) or not isinstance(m, int) or m < 0]
     if wrong:
         raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong)}")
@@ -69,26 +47,20 @@ def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
             named.setdefault(name, []).append(node.outputs[0])
     unknown = [name for name in counts if name not in named]
     if unknown:
-        raise ValueError(_unknown(unknown, sorted(named), {name for eqn in program.eqns for name in _inner(eqn)}))
+        raise ValueError(
+            _unknown(unknown, sorted(named), {compat.given_name(inner) for inner, _ in walk(program.eqns)})
+        )
     saved = tuple(sorted(v for name, m in counts.items() if m == 0 for v in named[name]))
     return Overrides(saved, tuple(sorted(v for name, m in counts.items() if m for v in named[name])))
 
 
-def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str]) -> str:
+def _unknown(unknown: Sequence[str], known: Sequence[str], inner: set[str | None]) -> str:
     there = f"there are {', '.join(map(repr, known))}" if known else "it names none"
     hidden = [name for name in unknown if name in inner]
     text = f"mirror= names {', '.join(map(repr, unknown))}, and no value of the function has that name: {there}."
     if hidden:
         text += f" {', '.join(map(repr, hidden))} is inside a loop, a conditional or a function with its own rule."
     return f"{text} Name values with jax.ad_checkpoint.checkpoint_name."
-
-
-def _inner(eqn: Any) -> Iterator[str]:
-    for body in bodies_of(eqn):
-        for inner in body.eqns:
-            if (name := compat.given_name(inner)) is not None:
-                yield name
-            yield from _inner(inner)
 
 
 def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[str, int]) -> Callable[..., Plan]:
@@ -98,29 +70,7 @@ def overriding(program: Program, planner: Callable[..., Plan], counts: Mapping[s
 
 
 def overridden(program: Program, plan: Plan, overrides: Overrides) -> Plan:
-    """Change a plan where it differs from the overrides.
-
-    Args:
-        program: The program it is for.
-        plan: The plan.
-        overrides: The overrides.
-
-    Returns:
-        The plan, unchanged if it follows them.
-
-    Raises:
-        UnsupportedError: If an override would recompute an equation that must run exactly once.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.ad_checkpoint import checkpoint_name
-        >>> from jaxsub.core.budget import Budget
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: checkpoint_name(jnp.sin(x), "wave").sum(), (jnp.ones(3),), {})
-        >>> plan = Plan(program.fingerprint, Budget(), len(program.eqns))
-        >>> overridden(program, plan, read_overrides(program, {"wave": 1})).segments
-        (Segment(start=0, stop=3, saved=(), children=(), offloaded=()),)
-    """
+    """Change a plan where it differs from the overrides; refuse to recompute an equation that must run exactly once."""
     changed = _Changed(program, list(plan.segments), set(plan.barriers), overrides)
     for v in overrides.recomputed:
         changed.recompute(v)

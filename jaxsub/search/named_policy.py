@@ -77,11 +77,7 @@ class _Region:
 
 
 def policy_names(program: Program, plan: Plan) -> PolicyNames:
-    """What the regions of a plan save, by name, or what no policy of names can say.
-
-    Args:
-        program: The program that the plan is of, its equations in the plan's order.
-        plan: The plan.
+    """What the regions of a plan save, by name, or what no policy of names can say; the program is in the plan's order.
 
     Example:
         >>> import jax.numpy as jnp

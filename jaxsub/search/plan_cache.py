@@ -46,14 +46,8 @@ def put_plan(store: Store, key: str, plan: Plan) -> None:
 def find_plan(store: Store, key: str, program: Program, measured: Target | None = None) -> Plan | None:
     """The plan that was kept under a key, its parts named as the program names them now.
 
-    Args:
-        store: Where plans are kept.
-        key: The key.
-        program: The program.
-        measured: The target that the plan has to be measured for, within its budget; `None` where it need not be.
-
-    Returns:
-        The plan; `None` where there is none, or one that no planner made for this program.
+    `None` where there is none, or one that no planner made for this program; with `measured`, also one that was not
+    measured for that target, within its budget.
     """
     plan: Plan | None = store.get(key, Plan)
     if plan is None or plan.faults():

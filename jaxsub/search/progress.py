@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 
 from jaxsub.core.budget import format_bytes
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
-from jaxsub.search.candidates import recomputed_share
 
 LOGGER = logging.getLogger("jaxsub")
 LONG_SECONDS = 2.0

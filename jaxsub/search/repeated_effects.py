@@ -18,7 +18,7 @@ import jax
 from jaxsub.core.plan import Plan
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.flops import bodies_of, walk
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.search.verify import gradient
 
@@ -28,12 +28,7 @@ MOST_NAMED = 3
 
 @in_its_width
 def warn_of_repeated(program: Program, plan: Plan) -> None:
-    """Warn of side effects that the gradient under a plan has more often than the plain one.
-
-    Args:
-        program: The program.
-        plan: Its plan.
-    """
+    """Warn of side effects that the gradient under a plan has more often than the plain one."""
     if not (plan.segments or plan.loops) or not any(map(_may_report_again, program.eqns)):
         return
     if compat.names_axes(program.traced):
@@ -61,15 +56,7 @@ def _times(program: Program, plan: Plan) -> Counter[tuple[str, str]]:
     """How often each reporting equation runs in the gradient under a plan, by its primitive and the user's line."""
     function, shapes = gradient(program, emit(program, plan))
     found: Counter[tuple[str, str]] = Counter()
-    _count(compat.open_jaxpr(jax.make_jaxpr(function)(*shapes)), 1, found)
+    for eqn, times in walk(jax.make_jaxpr(function)(*shapes).eqns):
+        if _may_report_again(eqn) and not bodies_of(eqn):
+            found[eqn.primitive.name, compat.source_of(eqn)] += times
     return found
-
-
-def _count(jaxpr: Any, times: int, found: Counter[tuple[str, str]]) -> None:
-    for eqn in jaxpr.eqns:
-        if _may_report_again(eqn):
-            bodies = bodies_of(eqn)
-            for body in bodies:
-                _count(compat.open_jaxpr(body), times * eqn.params.get("length", 1), found)
-            if not bodies:
-                found[eqn.primitive.name, compat.source_of(eqn)] += times

@@ -47,15 +47,9 @@ class Sliceable:
 
 
 def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable, ...]:
-    """List the runs that may be executed in slices for a budget, and the wide values that no run may be made of.
+    """List the runs that may be executed in slices for a budget, and the wide values that no run may be made of, last.
 
-    Args:
-        program: The program.
-        target: What it is planned for.
-        n_bytes: The budget.
-
-    Returns:
-        The runs, the whole function first, then the others by their bytes; those that may not last.
+    The whole function is first, then the others by their bytes.
     """
     if n_bytes < TUNING.least_sliced_bytes:
         return ()
@@ -96,22 +90,7 @@ def named(program: Program, runs: Sequence[Slices]) -> tuple[Slices, ...]:
 
 
 def axis_words(program: Program, within: Sequence[tuple[int, int]], value: int, dim: int) -> str:
-    """Name the axis that a dimension of a value is, by the argument that it comes from.
-
-    Args:
-        program: The program.
-        within: The body that contains the value, as in `Slices`.
-        value: The value's index there.
-        dim: Its dimension.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> shapes = jnp.ones((4, 5)), jnp.ones((2, 3, 4))
-        >>> program = trace(lambda w, x: jnp.tanh(x.reshape(6, 4) @ w).sum(), shapes, {})
-        >>> axis_words(program, (), program.graph.nodes[1].outputs[0], 0)
-        'axes 0 and 1 of `arg1`'
-    """
+    """Name the axis that a dimension of a value in a body (as in `Slices`) is, by the argument that it comes from."""
     found: list[tuple[Any, Dims]] = [(variable_of(program_within(program, within), value), (dim,))]
     for depth in range(len(within), -1, -1):
         part = program_within(program, within[:depth])

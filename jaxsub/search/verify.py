@@ -41,13 +41,8 @@ MOST_EQUATIONS = 1000
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The gradient that is measured: of the loss, or of every floating-point output where there is none.
 
-    Args:
-        program: The program.
-        flat: A function of its flat inputs that returns its flat outputs.
-
-    Returns:
-        A function that returns outputs and gradients, and the shapes of its arguments: the program's flat inputs,
-        and cotangents for its outputs where it has no loss.
+    It is a function that returns outputs and gradients. Beside it come the shapes of its arguments: the program's flat
+    inputs, and cotangents for its outputs where it has no loss.
     """
 
     def of(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -95,13 +90,7 @@ def _split(program: Program, outputs: Sequence[Any]) -> tuple[list[Any], list[An
 
 @dataclass(slots=True, eq=False)
 class Verifier:
-    """Compiles plans of one program and remembers what they need.
-
-    Attributes:
-        pricer: The program, its target, its prices, and where they are remembered.
-        most_compiles: How many whole programs are compiled at most, for the progress.
-        compiles: How many whole programs were compiled.
-    """
+    """Compiles plans of one program and remembers what they need, and how many whole programs it compiled."""
 
     pricer: Pricer
     most_compiles: int = 1
@@ -172,10 +161,10 @@ def _empty(program: Program) -> Plan:
     return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
-def standing(plan: Plan) -> tuple[tuple[int, str], ...]:
+def live_at_peak(plan: Plan) -> tuple[tuple[int, str], ...]:
     """List bytes and labels of the values live at the predicted peak of a plan, largest first."""
     timeline = plan.timeline
-    return timeline.standing(timeline.peak_step) if timeline is not None and timeline.steps else ()
+    return timeline.live_at(timeline.peak_step) if timeline is not None and timeline.steps else ()
 
 
 def peak_line(program: Program, plan: Plan) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.decisions import Loop
+from jaxsub.core.figures import recomputed_share as recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import BACKWARD_FORWARDS, Span, StageTimeline, family
@@ -36,12 +37,8 @@ LEAST_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Live bytes over time: a step function.
-
-    Attributes:
-        times: Where each step starts, and where the last ends, in forward passes.
-        live_bytes: The bytes that stand during each step.
-        turn: When the backward pass starts.
+    """Live bytes during each step, which starts and ends at these times, in forward passes; and when the backward pass
+    starts.
     """
 
     times: tuple[float, ...]
@@ -92,14 +89,7 @@ def whole_in_slices(plan: Plan) -> Steps | None:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A region drawn under the curve.
-
-    Attributes:
-        depth: How many regions contain it.
-        start: When it starts, in forward passes; for a plan without a timeline a node.
-        stop: When it stops.
-        phase: `forward`, `again` or `backward`.
-    """
+    """A region under the curve, in so many others; times are in forward passes, without a timeline they are nodes."""
 
     depth: int
     start: float
@@ -124,10 +114,10 @@ def _span_bars(timeline: StageTimeline, span: Span, times: Sequence[float]) -> I
     """When a region runs; what the backward pass of one without others inside recomputes comes first."""
     start, stop = times[span.start], times[span.stop]
     turn, flops = start, sum(s.flops for s in timeline.steps[span.start : span.stop])
-    is_nest = any(s.phase == "again" for s in timeline.steps[span.start : span.stop])
+    is_nest = any(s.phase == "recompute" for s in timeline.steps[span.start : span.stop])
     if span.phase == "backward" and not is_nest and flops:
         turn += (stop - start) * min(1.0, span.extra_flops / flops)
-        yield Bar(span.depth, start, turn, "again")
+        yield Bar(span.depth, start, turn, "recompute")
     yield Bar(span.depth, turn, stop, span.phase)
 
 
@@ -167,7 +157,7 @@ def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[fl
         return
     depth = max((s.depth + 1 for s in timeline.spans if s.first_stage <= stage < s.stop_stage), default=0)
     n = -(-n // steps_a_mark(n))
-    again = steps.again_share / (steps.again_share + BACKWARD_FORWARDS)
+    again = steps.recomputed_share / (steps.recomputed_share + BACKWARD_FORWARDS)
     for start, stop, step in zip(times, times[1:], timeline.steps, strict=False):
         if not step.start <= stage < step.stop:
             continue
@@ -175,7 +165,7 @@ def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[fl
         for a, b in pairwise(edges):
             turn = a + (b - a) * again if step.phase == "backward" else a
             if turn > a:
-                yield Bar(depth, a, turn, "again")
+                yield Bar(depth, a, turn, "recompute")
             yield Bar(depth, turn, b, step.phase)
 
 
@@ -189,13 +179,7 @@ def _node_bars(segments: Sequence[object], depth: int) -> list[Bar]:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A height that is marked beside the curves.
-
-    Attributes:
-        kind: `budget`, `measured`, or `plain` for what was measured without the plan.
-        n_bytes: The height.
-        words: What it is.
-    """
+    """A height that is marked beside the curves: `budget`, `measured`, or `plain`, measured without the plan."""
 
     kind: str
     n_bytes: int
@@ -232,13 +216,7 @@ def top_of(curves: Sequence[Curve | None], found: Sequence[Level]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Alike things in one row.
-
-    Attributes:
-        label: What they are, in words.
-        count: How many.
-        n_bytes: Their bytes, together.
-    """
+    """Alike things in one row: what they are, how many, and their bytes together."""
 
     label: str
     count: int
@@ -295,7 +273,7 @@ def steps_at(timeline: StageTimeline, step: int, opened: Sequence[Steps]) -> tup
     return tuple(rows) if sum(row.n_bytes for row in rows) <= found.transient_bytes else ()
 
 
-def standing(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
+def live_at(timeline: StageTimeline, step: int, opened: Sequence[Steps] = ()) -> tuple[Row, ...]:
     """List what is live at a step, equal values together: stored values, largest first, then the step's transients."""
     found, bare, inside = timeline.steps[step], timeline.alive(step), steps_at(timeline, step, opened)
     stored = merged((p.label or region_label(timeline, p.first_stage, p.stop_stage), p.n_bytes) for p in bare)
@@ -348,13 +326,6 @@ def savers(plan: Plan) -> tuple[Saver, ...]:
     return tuple(sorted(rows, key=lambda s: (-s.saved_bytes, s.label)))
 
 
-def extra_share(plan: Plan) -> float:
-    """What a plan recomputes, slices included, as a share of one forward pass."""
-    found = plan.prediction
-    share = found.extra_flops / max(found.forward_flops, 1.0) if found is not None else 0.0
-    return share + sum(run.extra_share for run in plan.slices)
-
-
 def is_cheap(extra: float) -> bool:
     """Whether what is recomputed is next to nothing of a forward pass: elementwise chains, however many equations."""
     return extra < CHEAP
@@ -368,7 +339,7 @@ def region_label(timeline: StageTimeline, start: int, stop: int) -> str:
     return first if first == last else f"{first} … {last}"
 
 
-def again(plan: Plan) -> tuple[tuple[int, int, str], ...]:
+def recomputed(plan: Plan) -> tuple[tuple[int, int, str], ...]:
     """List the recomputed equations: (times, equations, stage in words), most often first."""
     timeline, counts = plan.timeline, plan.mirror_counts
     rows: dict[tuple[int, str], int] = {}

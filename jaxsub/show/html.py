@@ -37,11 +37,7 @@ TEMPLATES = {"Plan": "plan", "Frontier": "frontier", "Explanation": "explanation
 
 @cache
 def environment() -> Any:
-    """The templates, and what they call.
-
-    Raises:
-        ImportError: If jinja2 is not there.
-    """
+    """The templates, and what they call; they need jinja2."""
     try:
         import jinja2  # noqa: PLC0415 - an optional dependency
     except ImportError as error:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices, Way, walk
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.core.timeline import family
-from jaxsub.show.curves import extra_share, is_cheap, saved_rows
+from jaxsub.show.curves import is_cheap, saved_rows
 
 if TYPE_CHECKING:
     from jaxsub.search.sliceable import Sliceable
@@ -25,7 +26,7 @@ def recompute_words(plan: Plan) -> str:
     """What a plan recomputes, in words: how many equations, or where that says little, that they are cheap."""
     counts = plan.mirror_counts
     n = sum(1 for m in counts if m)
-    if n and plan.prediction is not None and is_cheap(extra_share(plan)):
+    if n and plan.prediction is not None and is_cheap(recomputed_share(plan)):
         return "cheap elementwise work only"
     if not n:
         return f"nothing outside of {'slices' if plan.slices else 'loops'}" if plan.slices or plan.loops else "nothing"
@@ -123,8 +124,8 @@ def steps_words(steps: Steps) -> tuple[str, str]:
         shares[family(label)] = shares.get(family(label), 0.0) + share
     rows = [f"{label} ({share:.0%})" for label, share in shares.items() if not is_cheap(share)]
     if not rows:
-        return saves, "cheap elementwise work only" if steps.again_share else "nothing"
-    return saves, f"{steps.again_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
+        return saves, "cheap elementwise work only" if steps.recomputed_share else "nothing"
+    return saves, f"{steps.recomputed_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
 
 
 def _steps_lines(steps: Steps, ways: Sequence[Way], inside: str, indent: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsub.core.budget import format_bytes
+from jaxsub.core.budget import format_bytes, unit_of
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
 from jaxsub.show.curves import (
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
     from jaxsub.api.xla_timeline import XlaTimeline
 
 BEFORE, AFTER, BUDGET = "#8a8a8a", "#0072b2", "#d55e00"
-PHASES = {"forward": "#009e73", "again": "#e69f00", "backward": "#cc79a7"}
+PHASES = {"forward": "#009e73", "recompute": "#e69f00", "backward": "#cc79a7"}
 """No phase has the colour of a curve."""
 
-WORDS = {"forward": "forward", "again": "recomputed", "backward": "backward"}
+WORDS = {"forward": "forward", "recompute": "recomputed", "backward": "backward"}
 LEVELS = {"budget": (BUDGET, "--"), "measured": (AFTER, ":"), "plain": (BEFORE, ":")}
 MARKERS = "sD^vP*Xph8"
 """Shapes besides colours, so that points are told apart in print."""
 
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 MANY = 80
 """With more regions in a row than this the lines between them would hide them."""
 
@@ -67,24 +66,10 @@ def _legend(ax: Any) -> None:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3, fontsize="small", frameon=False, borderaxespad=0)
 
 
-def _unit(n_bytes: int) -> tuple[str, int]:
-    return next(((unit, size) for unit, size in UNITS if n_bytes >= size), UNITS[-1])
-
-
 def plot_plan(plan: Plan, ax: Any = None) -> Any:
-    """Draw live bytes over time, before and after, with regions and the steps of loops under them.
+    """Draw live bytes over time, before and after, with regions and the steps of loops under them; return the axes.
 
     A plan without a timeline, or of a function that runs in slices as a whole, is drawn as one step or slice.
-
-    Args:
-        plan: The plan.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
     """
     before, after = curves(plan)
     inside = whole_in_slices(plan)
@@ -94,7 +79,7 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
         return plot_steps(inside, ax)
     ax, found = _axes(ax), levels(plan)
     top = top_of((before, after), found)
-    unit, size = _unit(top)
+    unit, size = unit_of(top)
     if before is not None:
         _steps(ax, before, size, BEFORE, f"without the plan, {format_bytes(before.peak_bytes)}", alpha=0.25)
     if after is not None:
@@ -113,24 +98,12 @@ def plot_plan(plan: Plan, ax: Any = None) -> Any:
 
 
 def plot_steps(steps: Steps, ax: Any = None) -> Any:
-    """Draw what is live inside one step of a loop, or one slice.
-
-    Args:
-        steps: The loop or the run in slices, opened.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-        ValueError: If it has too many kernels to draw.
-    """
+    """Draw what is live inside one step of a loop, or one slice; `ValueError` if it has too many kernels to draw."""
     curve = curve_of(steps.timeline)
     if curve is None or steps.timeline is None:
         raise ValueError(f"one step of `{steps.label}` has too many kernels to draw; print the plan")
     ax = _axes(ax)
-    unit, size = _unit(curve.peak_bytes)
+    unit, size = unit_of(curve.peak_bytes)
     _curve(ax, curve, size, f"live beside what it is given, {format_bytes(curve.peak_bytes)}")
     _rows(ax, phase_bars(steps.timeline), ROW_SHARE * curve.peak_bytes / size)
     _finish(ax, unit, is_timed=True)
@@ -188,21 +161,10 @@ def _rows(ax: Any, rows: tuple[Bar, ...], height: float) -> None:
 
 
 def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
-    """Draw memory against recomputation: the frontier, plans made by hand, and what was measured.
-
-    Args:
-        frontier: The frontier.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-    """
+    """Draw memory against recomputation: the frontier, plans made by hand, and what was measured."""
     ax = _axes(ax)
     top = max(point.temp_bytes for point in frontier.points)
-    unit, size = _unit(top)
+    unit, size = unit_of(top)
     memory = [point.temp_bytes / size for point in frontier.points]
     extra = [100 * point.extra for point in frontier.points]
     ax.step(memory, extra, where="post", color=AFTER, lw=1.5, alpha=0.6)
@@ -223,20 +185,9 @@ def plot_frontier(frontier: Frontier, ax: Any = None) -> Any:
 
 
 def plot_schedule(timeline: XlaTimeline, ax: Any = None) -> Any:
-    """Draw the temporary memory that the compiler has scheduled, instruction by instruction.
-
-    Args:
-        timeline: The timeline.
-        ax: The axes; `None` for a new figure's.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If matplotlib is not there.
-    """
+    """Draw the temporary memory that the compiler has scheduled, instruction by instruction."""
     ax = _axes(ax)
-    unit, size = _unit(timeline.temp_bytes)
+    unit, size = unit_of(timeline.temp_bytes)
     live = [n_bytes / size for n_bytes in timeline.live_bytes]
     ax.stairs(live, fill=True, color=AFTER, alpha=0.35)
     ax.stairs(live, color=AFTER, lw=1.2, label="alive, as compiled")

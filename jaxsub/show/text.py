@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from jaxsub.core.budget import format_bytes
+from jaxsub.core.budget import format_bytes, unit_of
 from jaxsub.core.chain import Prediction
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding
-from jaxsub.show.curves import Row, alike, curve_of, curves, extra_share, residual_rows, whole_in_slices
+from jaxsub.show.curves import Row, alike, curve_of, curves, residual_rows, whole_in_slices
 from jaxsub.show.loops import COLUMNS, HOLDINGS, recompute_words, regions_words, slices_lines, ways_lines
 from jaxsub.show.loops import sliceable_words as run_words
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jaxsub.core.step_plan import StepPlan
     from jaxsub.diagnosis.findings import Diagnosis
     from jaxsub.search.sliceable import Sliceable
-    from jaxsub.step.report import Held, StepReport
+    from jaxsub.step.report import Argument, StepReport
 
 CHART_ROWS, CHART_COLUMNS = 7, 66
 GROUPS = 6
@@ -71,7 +72,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             less = f" ({ratio:.1f}x less)" if ratio >= LESS else ""
             yield f"{name}  peak {was}{format_bytes(after.temp_bytes)}{less}"
     if plan.prediction is not None:
-        share = extra_share(plan)
+        share = recomputed_share(plan)
         unit = "time" if plan.prediction.minimises == "seconds" else "FLOPs"
         yield f"extra      {share:.1%} of one forward pass in {unit}" + _measured_flops(plan)
         moved = sum(h.n_bytes * h.count for h in plan.holdings if h.is_offloaded)
@@ -210,10 +211,8 @@ def _reach(frontier: Frontier, runs: Sequence[Sliceable]) -> list[str]:
 
 def budget_words(n_bytes: int) -> str:
     """Bytes as a budget is written, rounded up in the last place."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= size:
-            return f"{-(-n_bytes * 100 // size) / 100:g}{unit}"
-    return f"{n_bytes}B"
+    unit, size = unit_of(n_bytes)
+    return f"{-(-n_bytes * 100 // size) / 100:g}{unit}" if size > 1 else f"{n_bytes}B"
 
 
 def _report_lines(found: StepReport) -> Iterator[str]:
@@ -256,7 +255,7 @@ def _update_lines(found: StepReport) -> Iterator[str]:
         yield f"update     gradients stand whole, {format_bytes(whole.n_bytes)}: {whole.reason}"
 
 
-def _argument_words(held: Sequence[Held]) -> str:
+def _argument_words(held: Sequence[Argument]) -> str:
     return ", ".join(f"{h.name} {format_bytes(h.n_bytes)}" for h in held[:HELD])
 
 
@@ -265,7 +264,7 @@ def plan_words(plan: Plan) -> str:
     if not (plan.segments or plan.barriers or plan.loops or plan.slices):
         return "nothing recomputed"
     sliced = "".join(f"; {run.label} in {run.count} slices" for run in plan.slices)
-    extra = f", {extra_share(plan):.2f} of a forward pass again" if plan.prediction else ""
+    extra = f", {recomputed_share(plan):.2f} of a forward pass again" if plan.prediction else ""
     return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`){sliced}"
 
 

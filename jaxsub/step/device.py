@@ -73,13 +73,7 @@ def device_bytes(target: Target) -> int:
 def explaining(measured: Measurement, memory_bytes: int, stats: Any) -> Iterator[None]:
     """Run a planned step; where the device has no room for it, say what was planned, what it said, and what to try.
 
-    Args:
-        measured: What the compiler allocates for the step.
-        memory_bytes: What the step was allowed to take.
-        stats: Given nothing, what the device says of its memory, as `jax.Device.memory_stats` does, or `None`.
-
-    Raises:
-        OutOfMemoryError: If the runtime raises its own error for that.
+    Given nothing, `stats` returns what the device says of its memory, as `jax.Device.memory_stats` does, or `None`.
     """
     try:
         yield
@@ -90,19 +84,9 @@ def explaining(measured: Measurement, memory_bytes: int, stats: Any) -> Iterator
 
 
 def out_of_memory(measured: Measurement, memory_bytes: int, said: str, stats: Mapping[str, int]) -> OutOfMemoryError:
-    """The error of a step that was planned to fit and did not.
+    """The error of a step that was planned to fit and did not; `said` is the runtime's own message.
 
-    Args:
-        measured: What the compiler allocates for the step.
-        memory_bytes: What the step was allowed to take.
-        said: The runtime's own message.
-        stats: What the device says of its memory: `bytes_limit`, `bytes_in_use`, `largest_free_block_bytes`.
-
-    Example:
-        >>> step = Measurement(600, 300, 100, 0, None, 1.0, "gpu")
-        >>> found = out_of_memory(step, 1000, "RESOURCE_EXHAUSTED: ...", {"bytes_limit": 1000, "bytes_in_use": 450})
-        >>> found.planned_bytes, found.try_bytes
-        (1000, 850)
+    Of `stats` are read `bytes_limit`, `bytes_in_use` and `largest_free_block_bytes`.
     """
     planned, found = measured.step_bytes, _ALLOCATION.search(said)
     refused = int(found[1]) if found else None

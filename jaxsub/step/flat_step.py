@@ -73,11 +73,7 @@ class FlatStep:
         return found
 
     def follow(self, place: int, eqns: Sequence[Any], seeds: Sequence[Any], results: Sequence[Any]) -> Axis:
-        """Follow the layers of a scan's stacked results through equations behind it.
-
-        Raises:
-            NotIndependent: If an equation needs all of them.
-        """
+        """Follow the layers of a scan's stacked results through equations behind it, unless one needs them all."""
         known = [*self.inputs, *(v for eqn in self.eqns[: place + 1] for v in eqn.outvars)]
         return follow_all(eqns, known, results, seeds, 0, [v for v in self.eqns[place].outvars if v not in seeds])
 
@@ -105,18 +101,10 @@ def unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any],
 def run_twice(step: FlatStep, place: int, seeds: Sequence[Any], needed: Sequence[Any]) -> tuple[FlatStep, Any] | None:
     """The step with a scan in it twice: what needs all gradients reads the first's, the updates read the second's.
 
-    All that `needed` is made of stands between the two, so the second may update as it goes. What carries the layers
-    and is read by both, as a gradient's square is by a norm and by Adam, is made for both.
-
-    Args:
-        step: The step.
-        place: Where the scan stands.
-        seeds: Its stacked gradients.
-        needed: What is made of all gradients and read by their updates, such as a norm.
-
-    Returns:
-        The step and the second scan; `None` if what is needed needs all gradients twice, is not made of them, or they
-        are returned.
+    All that `needed` is made of, such as a norm, stands between the two, so the second may update as it goes. What
+    carries the layers and is read by both, as a gradient's square is by a norm and by Adam, is made for both. Returns
+    the step and the second scan; `None` if what is needed needs all gradients twice, is not made of them, or they are
+    returned.
     """
     scan, behind, found = step.eqns[place], step.eqns[place + 1 :], step.made_of(place, needed)
     first = [eqn for eqn in behind if any(v in found for v in eqn.outvars)]

@@ -60,12 +60,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Gradients that stand whole, and why.
-
-    Attributes:
-        n_bytes: What they take.
-        reason: Which equation reads all of them, with its line, or that they are returned.
-    """
+    """The bytes of gradients that stand whole, and which equation reads all of them, or that they are returned."""
 
     n_bytes: int
     reason: str
@@ -100,28 +95,10 @@ class Findings:
 def with_fused_updates(
     fun: Callable[..., Any], donated: Callable[..., Sequence[bool]], findings: Findings | None = None
 ) -> Callable[..., Any]:
-    """The same step, with every update that can be inside its backward scan.
+    """The same step, with every update that can be inside its backward scan, to be compiled with the same donations.
 
-    Args:
-        fun: The step, a function of arrays.
-        donated: Given the step's arguments, whether each of their leaves is donated.
-        findings: Says what may be done; filled at each trace with what was done.
-
-    Returns:
-        A function with the same results, to be compiled by `jax.jit` with the same donations. Where nothing can be
-        fused it is the step as it was traced.
-
-    Example:
-        >>> def step(ws, x):
-        ...     def loss(ws):
-        ...         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0].sum()
-        ...
-        ...     return ws - 0.1 * jax.grad(loss)(ws)
-        >>> found = Findings()
-        >>> ws, x = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
-        >>> new = with_fused_updates(step, lambda *args: [True, False], found)(ws, x)
-        >>> bool(jnp.allclose(new, step(ws, x))), found.fused[0].n_gradients, found.fused[0].gradient_bytes
-        (True, 1, 192)
+    `donated` says of each leaf of the step's arguments whether it is; `findings` says what may be done and is filled at
+    each trace with what was. Where nothing can be fused it is the step as it was traced.
     """
     kept = Findings() if findings is None else findings
 
@@ -377,12 +354,7 @@ def _slice(x: Any, spot: Place, i: Any) -> Any:
 
 
 def donated_leaves(argnums: Collection[int], argnames: Collection[str]) -> Callable[..., list[bool]]:
-    """Whether each leaf of a step's arguments is donated, given which arguments are.
-
-    Example:
-        >>> donated_leaves([0], ["state"])({"a": 1, "b": 2}, 3, state=4)
-        [True, True, False, True]
-    """
+    """Whether each leaf of a step's arguments is donated, given which arguments are."""
 
     def of(*args: Any, **kwargs: Any) -> list[bool]:
         found = [i in argnums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]

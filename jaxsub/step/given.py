@@ -19,7 +19,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.step_plan import StepPlan
 from jaxsub.jaxpr.differences import first_difference
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.call_sites import Site
+from jaxsub.search.call_sites import CallSite
 
 ANEW = "Make a new plan: jaxsub.jit(step, memory=...).plan(*args)."
 
@@ -41,21 +41,13 @@ def arguments_digest(args: Any, kwargs: Any) -> str:
 
 
 def require_same_arguments(plan: StepPlan, digest: str) -> None:
-    """Refuse a plan of arguments of other shapes, dtypes or trees.
-
-    Raises:
-        PlanMismatchError: If they differ.
-    """
+    """Refuse a plan of arguments of other shapes, dtypes or trees."""
     if plan.arguments != digest:
         _refuse("its arguments have other paths, shapes or dtypes", plan.arguments, digest)
 
 
-def require_same_sites(plan: StepPlan, sites: Mapping[str, Site]) -> None:
-    """Refuse a plan of other functions inside the step.
-
-    Raises:
-        PlanMismatchError: If a function is missing, or is another one; it says what the first equation is that differs.
-    """
+def require_same_sites(plan: StepPlan, sites: Mapping[str, CallSite]) -> None:
+    """Refuse a plan of other functions inside the step: one is missing, or differs from some equation on."""
     plans = plan.plans
     for key, site in sites.items():
         if key not in plans:
@@ -69,11 +61,7 @@ def require_same_sites(plan: StepPlan, sites: Mapping[str, Site]) -> None:
 
 
 def require_fitting(plan: StepPlan, measured: Measurement, n_bytes: int) -> None:
-    """Refuse a plan under which the step takes more than it may.
-
-    Raises:
-        VerificationError: If it does; it says what was measured when the plan was made.
-    """
+    """Refuse a plan under which the step takes more than it may; say what was measured when it was made."""
     if measured.step_bytes > n_bytes:
         raise VerificationError(
             f"Under the plan the step takes `{format_bytes(measured.step_bytes)}` ({measured.target}), and may take "

@@ -34,7 +34,7 @@ from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.shardings import spans_devices
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
-from jaxsub.search.call_sites import Site, Trial
+from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.plan_cache import find_plan, put_plan
 from jaxsub.search.progress import Progress, say
 from jaxsub.search.verify import recalled
@@ -42,7 +42,7 @@ from jaxsub.step.device import device_bytes, explaining
 from jaxsub.step.fused_update import Findings
 from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
 from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, with_options
-from jaxsub.step.report import Held, StepReport, held_by, infeasible, report
+from jaxsub.step.report import Argument, StepReport, arguments_of, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing
 
 R_co = TypeVar("R_co", covariant=True)
@@ -292,10 +292,10 @@ class Step(Wrapped[P, R]):
                 sizing = self.sizing(args, kwargs, told, passes=2)
                 best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
-                raise infeasible(n_bytes, sizing.least(), self._held(sizing.first, args, kwargs))
+                raise infeasible(n_bytes, sizing.least(), self._arguments(sizing.first, args, kwargs))
             for key, plan in best.plans.items():
                 put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
-        held = self._held(sizing.first, args, kwargs)
+        held = self._arguments(sizing.first, args, kwargs)
         return best, report(n_bytes, plain, best, held, len(sizing.attempts), open_store(self._cache))
 
     def _as_planned(self, plan: StepPlan, limit: int | None, args: Any, kwargs: Any) -> tuple[Attempt, StepReport]:
@@ -307,7 +307,7 @@ class Step(Wrapped[P, R]):
         best = self.compile(Trial(given.target, plan.plans, are_given=True), args, kwargs, passes=plan.passes)
         n_bytes = limit or self.memory.n_bytes or int(plan.plain_measurement.step_bytes * (self.memory.fraction or 1.0))
         require_fitting(plan, best.measurement, n_bytes)
-        held = self._held(best, args, kwargs)
+        held = self._arguments(best, args, kwargs)
         return best, report(n_bytes, plan.plain_measurement, best, held, 1, open_store(self._cache))
 
     def _digest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -354,7 +354,7 @@ class Step(Wrapped[P, R]):
             run = fusing(run, self._statics, self._jit_kwargs, findings)
         return jax.jit(run, **(with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Site]:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, CallSite]:
         """The sublinear functions inside the step, by fingerprint; nothing is compiled."""
         trial = Trial(get_target(self.target))
         self._jitted(trial).trace(*args, **kwargs)
@@ -383,13 +383,13 @@ class Step(Wrapped[P, R]):
                 store.put(key, found)
         return Attempt(trial, found, jitted, digest, updates)
 
-    def _held(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Held, ...]:
+    def _arguments(self, attempt: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Argument, ...]:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         numbers = [i for i in range(len(args)) if i not in self._statics.argnums]
         if self._shardings is not None:
             told = jax.tree.broadcast(self._shardings, tuple(dynamic_args), is_leaf=_is_none)
             dynamic_args = jax.tree.map(_spread, tuple(dynamic_args), told, is_leaf=_is_none)
-        return held_by(
+        return arguments_of(
             dynamic_args, dynamic_kwargs, [self._name(i) for i in numbers], attempt.run.trace(*args, **kwargs)
         )
 

@@ -159,10 +159,6 @@ class _Batches:
         return step.compile(Trial(get_target(self.target), plans), args, {}).measurement.step_bytes
 
     def report(self, batch: int) -> StepReport:
-        """The step, planned.
-
-        Raises:
-            InfeasibleBudgetError: If it does not fit.
-        """
+        """The step, planned; `InfeasibleBudgetError` if it does not fit."""
         step, args = self._step(batch)
         return step.report(*args)

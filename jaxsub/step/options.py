@@ -20,10 +20,7 @@ OWN = ("memory", "plan", "target", "cache", "progress", "fuse_updates")
 
 
 def check_jit_kwargs(given: dict[str, Any]) -> None:
-    """Refuse what `jax.jit` does not take, before anything is called.
-
-    Raises:
-        TypeError: It says what is close.
+    """Refuse what `jax.jit` does not take, before anything is called; say what is close.
 
     Example:
         >>> check_jit_kwargs({"donate_args": 0})
@@ -69,10 +66,7 @@ def fusing(
 
 
 def donated_argnums(fun: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of the arguments that a function under `jax.jit` donates; none of any other function.
-
-    Raises:
-        ValueError: If some of its arguments are static.
+    """Positions of the arguments that a function under `jax.jit` donates; refuse one with static arguments.
 
     Example:
         >>> step = jax.jit(lambda w, x: (w + x, x), donate_argnums=0)

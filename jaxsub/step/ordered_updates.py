@@ -28,13 +28,7 @@ LIGHT = ELEMENTWISE | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "i
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """Updates that were ordered.
-
-    Attributes:
-        n_gradients: How many gradients are used up before the backward pass ends.
-        gradient_bytes: What they take.
-        n_barriers: How many barriers order them.
-    """
+    """How many gradients are used up before the backward pass ends, by how many barriers, and the gradients' bytes."""
 
     n_gradients: int
     gradient_bytes: int
@@ -42,22 +36,7 @@ class Ordered:
 
 
 def ordered(step: FlatStep) -> tuple[FlatStep, Ordered | None]:
-    """The step with its updates in order; as it is, and `None`, where fewer than two barriers would be.
-
-    Example:
-        >>> def step(ws, x):
-        ...     def loss(ws):
-        ...         y = x
-        ...         for w in ws:
-        ...             y = jnp.tanh(y @ w)
-        ...         return y.sum()
-        ...
-        ...     return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws))]
-        >>> closed = jax.make_jaxpr(step)([jnp.eye(4)] * 6, jnp.ones((2, 4)))
-        >>> flat = FlatStep.of(closed, [True] * 6 + [False])
-        >>> ordered(flat)[1]
-        Ordered(n_gradients=5, gradient_bytes=320, n_barriers=5)
-    """
+    """The step with its updates in order; as it is, and `None`, where fewer than two barriers would be."""
     needed = _needed_for_gradients(step.eqns)
     spine = [eqn for eqn in step.eqns if id(eqn) in needed]
     updates = [eqn for eqn in step.eqns if id(eqn) not in needed]
@@ -98,13 +77,7 @@ def _is_float(v: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Equations put one behind the other.
-
-    Attributes:
-        step: The step.
-        made_at: Which equation of the backward pass, or what is in front of it, makes a value.
-        read_at: Which of them reads it last.
-    """
+    """Equations put one behind the other: which of the backward pass makes a value, and which reads it last."""
 
     step: FlatStep
     made_at: dict[Any, int]

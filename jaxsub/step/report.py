@@ -17,14 +17,14 @@ from jax.tree_util import SequenceKey, keystr
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.annotate import opened
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.repeated_effects import warn_of_repeated
-from jaxsub.search.verify import finish, peak_line, standing
+from jaxsub.search.verify import finish, live_at_peak, peak_line
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.ordered_updates import Ordered
 from jaxsub.step.sizing import Attempt
@@ -37,7 +37,7 @@ DOMINANT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Argument:
     """Arguments of a step that belong together.
 
     Attributes:
@@ -77,7 +77,7 @@ class StepReport(Shown):
     memory_bytes: int
     plain: Measurement
     measurement: Measurement
-    arguments: tuple[Held, ...]
+    arguments: tuple[Argument, ...]
     sites: tuple[PlannedSite, ...]
     n_compiles: int
     fused: tuple[Fused, ...] = ()
@@ -112,7 +112,7 @@ class StepReport(Shown):
         )
 
 
-def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Held], n_compiles: int,
+def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Argument], n_compiles: int,
            store: Store) -> StepReport:  # fmt: skip
     """Put together what was found; warn of side effects that happen more often for it."""
     sites = []
@@ -132,14 +132,12 @@ def _predicted(plan: Plan) -> int:
     return plan.prediction.temp_bytes if plan.prediction is not None else 1
 
 
-def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], traced: Any) -> tuple[Held, ...]:
-    """What a step's arguments hold, by name, largest first.
+def arguments_of(
+    args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], traced: Any
+) -> tuple[Argument, ...]:
+    """What a step's arguments hold, by name, largest first; `names` are those of positional ones.
 
-    Args:
-        args: Positional arguments: trees of arrays and shapes.
-        kwargs: Keyword arguments, likewise.
-        names: What the positional arguments are called.
-        traced: The step, traced (`jax.jit(step).trace(...)`): it knows what is donated and what is returned.
+    The step, traced (`jax.jit(step).trace(...)`), knows what is donated and what is returned.
     """
     returned: dict[Any, int] = {}
     for leaf in jax.tree.leaves(traced.out_info):
@@ -156,22 +154,22 @@ def held_by(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], t
     groups: dict[str, list[Any]] = {}
     for leaf in leaves:
         groups.setdefault(leaf[0], []).append(leaf)
-    split: list[Held] = []
+    split: list[Argument] = []
     for name, members in groups.items():
         parts: dict[str, list[Any]] = {}
         for leaf in members:
             parts.setdefault(name + keystr(leaf[1][:1]), []).append(leaf)
         is_named = not any(isinstance(leaf[1][0], SequenceKey) for leaf in members if leaf[1])
         is_split = is_named and 1 < len(parts) <= ROWS and sum(m[3] for m in members) > DOMINANT * whole
-        split += [_held(n, m) for n, m in (parts if is_split else {name: members}).items()]
+        split += [_argument(n, m) for n, m in (parts if is_split else {name: members}).items()]
     return tuple(sorted(split, key=lambda h: -h.n_bytes))
 
 
-def _held(name: str, leaves: Sequence[Any]) -> Held:
+def _argument(name: str, leaves: Sequence[Any]) -> Argument:
     argument, path, info, *_ = max(leaves, key=lambda leaf: leaf[3])
     largest = f"{argument}{keystr(path)} {info.dtype}[{','.join(map(str, info.shape))}]"
     state, kept = (sum(leaf[3] for leaf in leaves if leaf[place]) for place in (4, 5))
-    return Held(name, sum(leaf[3] for leaf in leaves), len(leaves), largest, state, kept)
+    return Argument(name, sum(leaf[3] for leaf in leaves), len(leaves), largest, state, kept)
 
 
 def _bytes(leaf: Any, info: Any) -> int:
@@ -181,7 +179,7 @@ def _bytes(leaf: Any, info: Any) -> int:
     return int(math.prod(shape) * info.dtype.itemsize)
 
 
-def infeasible(n_bytes: int, least: Attempt, held: Sequence[Held]) -> InfeasibleBudgetError:
+def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument]) -> InfeasibleBudgetError:
     """The error of a step that does not fit: what holds its memory, and what would fit."""
     measured, needed = least.measurement, least.measurement.step_bytes
     own = max(0, measured.output_bytes - measured.alias_bytes)
@@ -224,7 +222,7 @@ def _temporary_lines(attempt: Attempt) -> Iterator[str]:
         plan = finish(site.program, attempt.plans[key], Budget())
         weights = [site.program.graph.values[i] for i in site.program.differentiated]
         rows = [(sum(v.n_bytes for v in weights), f"gradients of {site.name}, {len(weights)} arrays")]
-        rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in standing(plan)]
+        rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in live_at_peak(plan)]
         for n_bytes, words in sorted(rows, key=lambda row: -row[0])[: ROWS + 1]:
             yield f"{format_bytes(n_bytes):>10}  {words}"
         if peak := peak_line(site.program, plan):

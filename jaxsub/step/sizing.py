@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsub.core.disk_cache import Store
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -24,8 +25,8 @@ from jaxsub.devices.targets import Target
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
-from jaxsub.search.call_sites import Site, Trial
-from jaxsub.search.candidates import Candidates, Way, predicted_bytes, recomputed_share
+from jaxsub.search.call_sites import CallSite, Trial
+from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
@@ -66,7 +67,7 @@ class Attempt:
 class Ladder:
     """Plans of one function from its own down to the least."""
 
-    site: Site
+    site: CallSite
     target: Target
     store: Store | None
     progress: Callable[[str], None]
@@ -74,7 +75,7 @@ class Ladder:
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
-    chosen: Way | None = field(init=False, default=None)
+    chosen: Partition | None = field(init=False, default=None)
     planning: Planning | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -118,7 +119,7 @@ class Ladder:
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            return [*(self.candidates.plan(Way(cuts), 1) for cuts in self.cuts), *self._in_slices(1)]
+            return [*(self.candidates.plan(cuts, 1) for cuts in self.cuts), *self._in_slices(1)]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
@@ -165,11 +166,7 @@ class Sizing:
         return self.attempts[key]
 
     def run(self, n_bytes: int) -> Attempt | None:
-        """Find the plans with which the step fits and recomputes least, or `None`.
-
-        Args:
-            n_bytes: What the step may take of a device.
-        """
+        """Find the plans with which the step fits in so many bytes of a device and recomputes least, or `None`."""
         if self._fits(self.first, n_bytes):
             return self.first
         if not self.ladders:

@@ -244,11 +244,11 @@ def test_json_of_any_nesting(counts):
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "3", json.dumps({"jaxsub_plan": 0}), FULL.to_json().replace(': 3,\n "f', ': 2,\n "f')]
+    "text", ["{}", "[]", "3", json.dumps({"jaxsub_plan": 0}), FULL.to_json().replace(': 4,\n "f', ': 3,\n "f')]
 )
 def test_json_that_is_no_plan(text):
     """JSON that is no plan, or one of another version, is refused with what to do."""
-    with pytest.raises(ValueError, match=r"no jaxsub plan of version 3; make a new one with jaxsub\.plan"):
+    with pytest.raises(ValueError, match=r"no jaxsub plan of version 4; make a new one with jaxsub\.plan"):
         Plan.from_json(text)
     with pytest.raises(ValueError, match="no JSON"):
         Plan.from_json("a plan")

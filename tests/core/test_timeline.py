@@ -69,7 +69,8 @@ def test_regions_run_forward_again_and_backward():
     nest = chain.nest(0, 3, [chain.recompute(0), chain.recompute(1), Run(2, 3)])
     spans = stage_timeline(chain, (nest, Run(3, 4))).spans
     assert [(s.depth, s.phase, s.first_stage) for s in spans] == [
-        (0, "forward", 0), (0, "backward", 0), (1, "again", 0), (1, "again", 1), (1, "backward", 1), (1, "backward", 0),
+        (0, "forward", 0), (0, "backward", 0), (1, "recompute", 0), (1, "recompute", 1), (1, "backward", 1),
+        (1, "backward", 0),
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxsub.core.chain import Chain, Prediction, Stage
+from jaxsub.core.chain import Prediction
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Budget, Plan, Segment
@@ -243,28 +243,13 @@ def test_all_ways_together_are_compiled_few_times(n_bytes):
 def test_a_large_stage_is_cut_where_that_pays(coarse, fine, is_fine):
     """A stage whose backward pass takes much of the budget, if what is recomputed becomes clearly less."""
     again = {(0, 9): coarse, (0, 5, 9): fine}
-    large = (SimpleNamespace(start=0, stop=9, transient_bytes=BUDGET, ahead_bytes=0),)
+    large = (SimpleNamespace(start=0, stop=9, transient_bytes=BUDGET),)
     pricer = SimpleNamespace(chain=lambda cuts: SimpleNamespace(cuts=cuts, stages=large))
 
     def planner(chain, budget_bytes):
         return Plan("f", Budget(), 9, prediction=Prediction(budget_bytes, again[chain.cuts], 1.0, 0, "by hand"))
 
-    assert Candidates(pricer, planner, list(again)).ranked(BUDGET)[0].cuts == list(again)[is_fine]
-
-
-@pytest.mark.parametrize(("ahead", "has_barriers"), [(1, False), (0, True)])
-def test_barriers_are_left_out_where_they_hold_zeros_ahead(ahead, has_barriers):
-    """They are, where the planner finds a cheaper plan on the chain without them."""
-    chain = Chain((Stage(0, 9, ahead_bytes=ahead), Stage(9, 99, joined_bytes=1)), (), ())
-
-    def planner(chain, budget_bytes):
-        again = 0.3 if any(stage.joined_bytes for stage in chain.stages) else 0.0
-        return Plan("f", Budget(), 99, barriers=(9,), prediction=Prediction(1, again, 1.0, 0, "by hand"))
-
-    candidates = Candidates(SimpleNamespace(chain=lambda cuts: chain), planner, [(0, 9, 99)])
-    way = candidates.ranked(BUDGET)[0]
-    assert way.has_barriers == has_barriers
-    assert bool(candidates.plan(way, BUDGET).barriers) == has_barriers
+    assert Candidates(pricer, planner, list(again)).ranked(BUDGET)[0] == list(again)[is_fine]
 
 
 def test_the_bracket_goes_by_the_worst_miss_then_between():

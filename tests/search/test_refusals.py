@@ -6,7 +6,7 @@ import pytest
 
 import jaxsub
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.search.candidates import recomputed_share
+from jaxsub.core.figures import recomputed_share
 from jaxsub.search.verify import Verifier
 
 

@@ -186,7 +186,7 @@ def test_a_slice_recomputes_where_it_must():
     assert f"recomputes {run.extra_share:.0%} of a slice's forward pass: dot_general" in " ".join(str(plan).split())
     (opened,) = plan.steps
     assert (opened.kind, opened.length) == ("slices", 2)
-    assert opened.again_share == pytest.approx(run.extra_share, rel=0.05)
+    assert opened.recomputed_share == pytest.approx(run.extra_share, rel=0.05)
     assert plan.measurement.temp_bytes <= 2**22
     got, wanted = (jax.jit(jax.value_and_grad(f))(ws, x, x * 0) for f in (smaller, residual))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

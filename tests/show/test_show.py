@@ -28,7 +28,7 @@ from jaxsub.core.plan import Plan, Segment, plan_from_runs
 from jaxsub.core.steps import Holding
 from jaxsub.jaxpr.inline import scope_of
 from jaxsub.search.frontier_points import Candidate
-from jaxsub.show.curves import again, curves, savers
+from jaxsub.show.curves import curves, recomputed, savers
 from jaxsub.show.html import MOST_BYTES, environment, fragment, page
 
 mpl.use("Agg")
@@ -222,7 +222,7 @@ def test_savers_and_what_runs_again():
     assert [s.saved_bytes for s in found] == sorted((s.saved_bytes for s in found), reverse=True)
     extra = plan.prediction.extra_flops / plan.prediction.forward_flops
     assert sum(s.extra for s in found) == pytest.approx(extra)
-    assert sum(n for _, n, _ in again(plan)) == sum(1 for m in plan.mirror_counts if m)
+    assert sum(n for _, n, _ in recomputed(plan)) == sum(1 for m in plan.mirror_counts if m)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

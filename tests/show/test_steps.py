@@ -64,7 +64,7 @@ def test_what_steps_save_is_what_the_compiler_allocates(half):
     assert steps.stored_bytes < half.measurement.temp_bytes < 1.1 * (steps.stored_bytes + inside)
     (plain,) = planned(budget=1.0).steps
     assert plain.stored_bytes == pytest.approx(half.plain_measurement.temp_bytes, rel=0.15)
-    assert plain.again_share == 0
+    assert plain.recomputed_share == 0
 
 
 def test_values_that_steps_save_are_named(half):
@@ -81,9 +81,9 @@ def test_what_steps_recompute_is_named(least):
     """What each step recomputes is named with its share; the shares are those of the plan's own prediction."""
     (steps,) = least.steps
     share = least.prediction.extra_flops / least.prediction.forward_flops
-    assert steps.again_share == pytest.approx(share, rel=0.05)
-    assert sum(part for _, part in steps.recomputed) == pytest.approx(steps.again_share, rel=0.05)
-    assert f"recomputes {steps.again_share:.0%} of a step's forward pass: mlp: dot_general" in " ".join(
+    assert steps.recomputed_share == pytest.approx(share, rel=0.05)
+    assert sum(part for _, part in steps.recomputed) == pytest.approx(steps.recomputed_share, rel=0.05)
+    assert f"recomputes {steps.recomputed_share:.0%} of a step's forward pass: mlp: dot_general" in " ".join(
         str(least).split()
     )
 
@@ -91,7 +91,7 @@ def test_what_steps_recompute_is_named(least):
 def test_cheap_work_is_said_to_be_cheap(half):
     """Where what is recomputed is elementwise only, the text says that, not how many equations it is."""
     (steps,) = half.steps
-    assert 0 < steps.again_share < 0.01
+    assert 0 < steps.recomputed_share < 0.01
     assert "recomputes cheap elementwise work only" in str(half)
 
 
@@ -100,8 +100,8 @@ def test_one_step_can_be_opened(half, least):
     for plan in (half, least):
         (steps,) = plan.steps
         timeline = steps.timeline
-        turn = [s.phase for s in timeline.steps].index("backward" if steps.again_share < 0.01 else "again")
-        assert {s.phase for s in timeline.steps[:turn]} <= {"forward", "again"}
+        turn = [s.phase for s in timeline.steps].index("backward" if steps.recomputed_share < 0.01 else "recompute")
+        assert {s.phase for s in timeline.steps[:turn]} <= {"forward", "recompute"}
         made = sum(h.n_bytes * h.count for h in steps.saved if not h.label.startswith("carry"))
         assert timeline.live_bytes[turn] >= made
         assert "Inside one step" in plan.to_html()
@@ -114,7 +114,7 @@ def test_the_regions_row_shows_the_steps(least):
     """Each step of a loop is a mark in the regions row, forward and backward, what it recomputes first."""
     found = bars(least)
     assert sum(bar.phase == "forward" for bar in found) == STEPS
-    assert sum(bar.phase == "backward" for bar in found) == sum(bar.phase == "again" for bar in found) == STEPS
+    assert sum(bar.phase == "backward" for bar in found) == sum(bar.phase == "recompute" for bar in found) == STEPS
     assert "each mark is a step of a loop" in least.to_html()
 
 

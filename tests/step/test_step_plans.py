@@ -112,7 +112,7 @@ def test_a_plan_that_no_longer_fits_is_refused(plan):
         ("memory_bytes", 1, "memory_bytes: 1 is less than the step takes"),
         ("sites", [], ""),
         ("arguments", 3, "Expected `str`, got `int`"),
-        ("jaxsub_step_plan", 9, "this is no jaxsub step plan of version 3"),
+        ("jaxsub_step_plan", 9, "this is no jaxsub step plan of version 4"),
     ],
 )
 def test_a_damaged_plan_says_which_field_is_wrong(plan, field, value, told):
