@@ -184,8 +184,8 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
         raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {found.axis.length} units.")
     if found.split.parts > 1 and found.axis.length // found.split.parts % count:
         raise ChunksError(
-            f"chunks={{{key!r}: {count}}}: the axis is split over {found.split.parts} devices, and the number of slices "
-            f"must divide the {found.axis.length // found.split.parts} units that each of them holds."
+            f"chunks={{{key!r}: {count}}}: the axis is split over {found.split.parts} devices, and the number of "
+            f"slices must divide the {found.axis.length // found.split.parts} units that each of them holds."
         )
     return replace(found, within=within, weight=_weight(program, within)).slices(program, count)
 
