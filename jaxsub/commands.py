@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from jaxsub.core.step_plan import StepPlan
 from jaxsub.devices.targets import NAMES, Target, get_target
 from jaxsub.diagnosis.doctor import doctor as diagnose
 from jaxsub.planners import names as planner_names
+from jaxsub.search.slicing import Chunks, ChunksError
 from jaxsub.step.jit import Step, jit
 from jaxsub.step.options import donated_argnums
 
@@ -36,6 +38,7 @@ EXAMPLES = """
 Examples:
   jaxsub plan mypkg.train:loss --args mypkg.train:example_args --budget 8GiB --target h100
   jaxsub plan train.py:loss --args train.py:example_args --budget 0.4 --html plan.html
+  jaxsub plan train.py:loss --args train.py:example_args --budget 2GiB --chunks head=8
   jaxsub plan train.py:step --args train.py:example_state --step --budget device --target v100,a100,h100,h200
   jaxsub plan train.py:step --args train.py:example_state --step --check --max-memory 24GiB --json -
   jaxsub explain mypkg.train:loss --args mypkg.train:example_args
@@ -47,6 +50,12 @@ Examples:
 ARGS_HELP = """\
 Where the arguments come from, as MODULE:NAME: a tuple of arrays or jax.ShapeDtypeStruct, or a function that returns
 one. With a function nothing need be allocated: return shapes.\
+"""
+
+
+CHUNKS_HELP = """\
+Whether runs of equations may be executed in slices: auto, where that spares recomputation or memory (the default);
+on, with every planner; off; or counts by the name of a jax.named_scope, or by dimension of the batch: head=8,0=4.\
 """
 
 
@@ -88,6 +97,7 @@ def main() -> None:
 @click.option("--budget", help="8GiB, 512MB, a number of bytes, or a fraction such as 0.4 of what it needs now.")
 @click.option("--planner", default="auto", show_default=True, help=f"One of {', '.join(planner_names())}.")
 @click.option("--verify/--no-verify", default=None, help="Compile the plan and measure it, or trust predictions.")
+@click.option("--chunks", metavar="auto|on|off|NAME=COUNT", help=CHUNKS_HELP)
 @click.option("--step", "is_step", is_flag=True, help="FUNCTION is a whole step: --budget, or `device`, is for it all.")
 @click.option("--donate", help="Arguments that a step donates: 0 or 0,1; else those of its own jax.jit.")
 @click.option("--max-memory", help="What arguments, outputs and temporaries may take together, such as 24GiB.")
@@ -121,18 +131,18 @@ def plan(target: str | None, json_path: str | None, html_path: str | None, **giv
 
 
 def _plan(target: Target, json_path: str | None, html_path: str | None, *, function: str, arguments: str,
-          argnums: str | None, budget: str | None, planner: str, verify: bool | None, is_step: bool,
+          argnums: str | None, budget: str | None, planner: str, verify: bool | None, chunks: str | None, is_step: bool,
           donate: str | None, max_memory: str | None, check: bool) -> int:  # fmt: skip
     """Plan for one target, print and write the plan; the exit code."""
     with _friendly():
-        limit = _limit(max_memory, check)
+        limit, sliced = _limit(max_memory, check), _chunks(chunks, is_step)
         fun, args = _load(function), _arguments(arguments)
         try:
             if is_step:
                 made: Plan | StepPlan = _fitted(fun, args, budget or max_memory, target, donate).plan(*args)
             else:
                 made = make_plan(fun, *args, budget=budget, planner=planner, verify=True if check else verify,
-                                 target=target, argnums=_argnums(argnums))  # fmt: skip
+                                 target=target, argnums=_argnums(argnums), chunks=sliced)  # fmt: skip
         except InfeasibleBudgetError as error:
             if check:
                 _verdict(limit, error.least_bytes, {}, json_path)
@@ -239,7 +249,7 @@ def _friendly() -> Iterator[None]:
     """Turn what a user can mend into a message and an exit code."""
     try:
         yield
-    except (BudgetError, PlannerError) as error:
+    except (BudgetError, ChunksError, PlannerError) as error:
         raise click.UsageError(str(error)) from error
     except JaxsubError as error:
         raise click.ClickException(str(error)) from error
@@ -292,6 +302,27 @@ def _target(name: str | None) -> Target:
         return get_target(name)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _chunks(text: str | None, is_step: bool) -> Chunks:
+    """What `chunks=` is to be."""
+    if text is not None and is_step:
+        raise click.UsageError("--chunks is for one function: in a step, pass chunks= to its jaxsub.sublinear.")
+    if text in (None, "auto", "on", "off"):
+        return "auto" if text in (None, "auto") else text == "on"
+    counts: dict[Any, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\S.*?)\s*=\s*([0-9]{1,9})\s*", part)
+        if found is None or int(found[2]) < 2:
+            raise click.UsageError(
+                "--chunks takes auto, on, off, or NAME=COUNT with a count of at least 2, such as head=8 or "
+                f"head=8,0=4; got {part!r}."
+            )
+        key = int(found[1]) if re.fullmatch(r"-?[0-9]{1,3}", found[1]) else found[1]
+        if key in counts:
+            raise click.UsageError(f"--chunks names {found[1]!r} twice.")
+        counts[key] = int(found[2])
+    return counts
 
 
 def _argnums(text: str | None) -> int | tuple[int, ...] | None:

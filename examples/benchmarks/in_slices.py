@@ -24,8 +24,7 @@ from jax import lax, random
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent)]
 
-from networks import NETWORKS, Network  # noqa: E402
-from networks import QUICK as TOYS  # noqa: E402
+from networks import NETWORKS, QUICK, Network  # noqa: E402
 from records import MIB, Cell, Measured, over_budget, run_cells  # noqa: E402
 
 import jaxsub  # noqa: E402
@@ -86,7 +85,8 @@ PROGRAMS = {
     "mlp": partial(mlp, 1024, 64, 65536),
     "stem": partial(stem, 16, 96, 16),
 }
-QUICK = {"head": partial(head, 512, 32, 8192), "mlp": partial(mlp, 512, 32, 8192)}
+TOYS = {"head": partial(head, 512, 32, 8192), "mlp": partial(mlp, 512, 32, 8192)}
+TOY_NETWORKS = [network.resized(layers=1) for network in QUICK]
 
 
 def seconds(step: Callable[..., Any], args: Args) -> float:
@@ -146,9 +146,9 @@ def least(network: Network) -> dict[str, Any]:
 
 def cells(is_quick: bool) -> Iterator[Cell]:
     """Step times first."""
-    for name, make in (QUICK if is_quick else PROGRAMS).items():
+    for name, make in (TOYS if is_quick else PROGRAMS).items():
         yield Cell(f"{'toy' if is_quick else 'time'}/{name}", partial(timed, make))
-    for network in TOYS if is_quick else NETWORKS:
+    for network in TOY_NETWORKS if is_quick else NETWORKS:
         yield Cell(f"least/{network.name}", partial(least, network))
 
 

@@ -7,6 +7,7 @@ a branch: its segments, its gradient barriers, and how its own loops and conditi
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,32 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """Over which devices an axis is split.
+
+    Attributes:
+        mesh: Names and sizes of a mesh's axes.
+        names: Those that split it, the outermost first; empty where no device has a part alone.
+
+    Example:
+        >>> Split((("data", 4), ("model", 2)), ("data",)).parts
+        4
+    """
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices."""
+        return math.prod(size for name, size in self.mesh if name in self.names)
+
+
+WHOLE = Split()
+"""Every device has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Slices:
     """A run of nodes executed a slice of an independent axis at a time: in a plan's program, one node.
 
@@ -50,7 +77,7 @@ class Slices:
         within: The body that contains the run, if it is not in the program itself: the loop or conditional, and which
             of its bodies; then the one in that body, and so on. All indices are those of the innermost body.
         axis: Which dimension of which argument the axis is, in words; empty where it is not known.
-        parts: Over how many devices the axis is split: a slice takes the same share of what each of them holds.
+        split: Over which devices the axis is split: a slice takes the same share of what each of them holds.
     """
 
     start: int
@@ -65,7 +92,12 @@ class Slices:
     inside: Inside = field(default_factory=lambda: Inside())
     within: tuple[tuple[int, int], ...] = ()
     axis: str = ""
-    parts: int = 1
+    split: Split = WHOLE
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the axis is split."""
+        return self.split.parts
 
     def faults(self) -> list[str]:
         """What no run in slices is, by field."""
@@ -73,7 +105,7 @@ class Slices:
         if self.count < 2 or self.count > (self.length or self.count):
             found.append(f"count: {self.count} slices of {self.length} units")
         if self.parts > 1 and self.length % (self.count * self.parts):
-            found.append(f"parts: {self.count} slices of {self.length} units on {self.parts} devices")
+            found.append(f"split: {self.count} slices of {self.length} units on {self.parts} devices")
         return found
 
     @property

@@ -11,7 +11,9 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.trace import aval_bytes
 
-VIEWS = frozenset("reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient".split())
+VIEWS = frozenset(
+    "reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient sharding_constraint".split()
+)
 SLOW = frozenset(
     "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
 )

@@ -9,12 +9,14 @@ analysis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.core
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxsub.core.decisions import WHOLE, Split
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
@@ -22,14 +24,16 @@ from jaxsub.jaxpr.axis_places import Place, State
 Env = dict[tuple[Any, Place | None], Any]
 """Values of variables: whole ones, totals among them, and slices."""
 Values = tuple[Any, ...]
+PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A slice: the unit it starts at, and how many units it has."""
+    """A slice: the unit it starts at, how many units it has, and over which devices the axis is split."""
 
     start: Any
     size: int
+    split: Split = WHOLE
 
 
 def read(env: Env, atom: Any, place: Place | None) -> Any:
@@ -40,11 +44,26 @@ def read(env: Env, atom: Any, place: Place | None) -> Any:
 def evaluate(steps: Sequence[Step], env: Env, at: At | None) -> None:
     """Evaluate steps in order, at a slice's shape or whole, and put their results into `env`."""
     for step in steps:
-        args = [read(env, a, need) for a, need in zip(step.reads, step.needs, strict=True)]
+        args = [_kept_split(step, read(env, a, need), need, at) for a, need in zip(step.reads, step.needs, strict=True)]
         for var, out, x in zip(step.writes, step.outs, _outcome(step, args, at), strict=True):
             if at is not None and jnp.shape(x) != _shape_at(var.aval, out, at):
                 raise AssertionError(f"`{step.eqn}` in slices made {jnp.shape(x)}, not {_shape_at(var.aval, out, at)}")
-            env[var, out if isinstance(out, Place) else None] = x
+            env[var, out if isinstance(out, Place) else None] = _kept_split(step, x, out, at)
+
+
+def _kept_split(step: Step, x: Any, place: State, at: At | None) -> Any:
+    """Keep what a product reads and makes split as the arguments are, and so their cotangents.
+
+    Where weights are split over the same devices, XLA may else gather a slice's few rows in the place of a weight.
+    """
+    is_product = step.eqn is not None and step.eqn.primitive.name in PRODUCTS
+    if at is None or not at.split.names or not isinstance(place, Place) or not is_product:
+        return x
+    names, sizes = zip(*at.split.mesh, strict=True)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    dims = [at.split.names if d == place.dim else PartitionSpec.UNCONSTRAINED for d in range(jnp.ndim(x))]
+    with compat.standing_at(step.eqn):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
 
 def _shape_at(aval: Any, state: State, at: At) -> tuple[int, ...]:
@@ -131,7 +150,7 @@ def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
         case "custom_vjp_call":
             return _custom_vjp(step, args, at)
         case name if name in compat.REGIONS:
-            region = compat.checkpoint(lambda start, *xs: _inside(first, xs, At(start, at.size)),
+            region = compat.checkpoint(lambda start, *xs: _inside(first, xs, replace(at, start=start)),
                                        policy=params["policy"], prevent_cse=params["prevent_cse"])  # fmt: skip
             results: Values = region(at.start, *args)
             return results
@@ -155,14 +174,14 @@ def _scan(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
 def _custom_jvp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
     @jax.custom_jvp
     def call(start: Any, *xs: Any) -> Values:
-        return _inside(step.bodies[0], xs, At(start, at.size))
+        return _inside(step.bodies[0], xs, replace(at, start=start))
 
     @call.defjvp
     def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
         (start, *xs), n_outs = primals, len(step.writes)
         (body,) = step.rule()
         moving = [t for t, x in zip(tangents[1:], xs, strict=True) if is_inexact(x)]
-        found = _inside(body, (*xs, *moving), At(start, at.size))
+        found = _inside(body, (*xs, *moving), replace(at, start=start))
         moved = iter(found[n_outs:])
         return found[:n_outs], tuple(next(moved) if is_inexact(o) else no_tangent(o) for o in found[:n_outs])
 
@@ -174,16 +193,16 @@ def _custom_vjp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
 
     @jax.custom_vjp
     def call(start: Any, *xs: Any) -> Values:
-        return _inside(step.bodies[0], xs, At(start, at.size))
+        return _inside(step.bodies[0], xs, replace(at, start=start))
 
     def forward(start: Any, *xs: Any) -> tuple[Values, Any]:
-        found = _inside(step.rule()[0], xs, At(start, at.size))
+        found = _inside(step.rule()[0], xs, replace(at, start=start))
         return found[:n_outs], (start, found[n_outs:])
 
     def backward(kept: Any, cotangents: Values) -> Values:
         start, leaves = kept
         given = [c for c, v in zip(cotangents, step.writes, strict=True) if is_inexact(v)]
-        found = iter(_inside(step.rule()[1], (*leaves, *given), At(start, at.size)))
+        found = iter(_inside(step.rule()[1], (*leaves, *given), replace(at, start=start)))
         return (None, *(next(found) if is_inexact(v) else None for v in step.reads))
 
     call.defvjp(forward, backward)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jaxsub.core.decisions import WHOLE, Split
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis
@@ -43,15 +44,27 @@ def sliced(
     outputs: Sequence[Any],
     count: int,
     one: Callable[..., Any] | None = None,
-    parts: int = 1,
+    split: Split = WHOLE,
 ) -> Callable[..., Values]:
     """Make a function of a run's inputs that runs it in slices, `count` at most.
 
-    A slice of the full size runs `one`, or `jaxpr_of_slice`. Over how many devices the axis is split is `parts`; the
-    count times this divides its length.
+    Args:
+        axis: The axis, followed through the run.
+        inputs: The variables that the function's arguments are.
+        outputs: The variables that it returns.
+        count: In how many slices, at most.
+        one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
+        split: Over which devices the axis is split; the count times their number divides its length.
+
+    Example:
+        >>> from jaxsub.jaxpr.axes import follow
+        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x).sum())(jnp.ones(6)).jaxpr
+        >>> axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[0], 0)
+        >>> round(float(sliced(axis, jaxpr.invars, jaxpr.outvars, 3)(jnp.ones(6))[0]), 4)
+        5.0488
     """
     wanted = _results(axis, outputs)
-    plainly = _Slices(axis, wanted, -(-axis.length // count), one, parts)
+    plainly = _Slices(axis, wanted, -(-axis.length // count), one, split)
     slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
@@ -66,9 +79,10 @@ def sliced(
     return call
 
 
-def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int) -> tuple[Any, tuple[Any, ...]]:
+def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int,
+                   split: Split = WHOLE) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """Trace one slice: a jaxpr of its start, its parts and the values read whole; return it with its results."""
-    slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count))
+    slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count), split=split)
     n_cut = len(axis.cut)
     parts = [_part_of(v.aval, place, slices.size) for v, place in axis.cut]
     wholes = [compat.shape_of(v.aval) for v in axis.reads]
@@ -103,7 +117,7 @@ class _Slices:
     wanted: tuple[Any, ...]
     size: int
     planned: Callable[..., Any] | None = None
-    parts: int = 1
+    split: Split = WHOLE
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -124,7 +138,7 @@ class _Slices:
             return tuple(self.planned(jnp.asarray(start, jnp.int32), *parts, *wholes))
         env: Env = dict(zip(self.axis.cut, parts, strict=True))
         env.update({(v, None): x for v, x in zip(self.axis.reads, wholes, strict=True)})
-        evaluate(self.axis.steps, env, At(start, size))
+        evaluate(self.axis.steps, env, At(start, size, self.split))
         states = zip(self.wanted, self.states(), strict=True)
         return tuple(env[v, s if isinstance(s, Place) else None] for v, s in states)
 
@@ -132,9 +146,9 @@ class _Slices:
         def step(start: Any, size: int, parts: Values, wholes: Values) -> tuple[Values, Values]:
             return self.one(start, size, parts, wholes), ()
 
-        return self.run(step, self.split(args))[0]
+        return self.run(step, self.sorted(args))[0]
 
-    def split(self, args: Sequence[Any]) -> tuple[Values, Values]:
+    def sorted(self, args: Sequence[Any]) -> tuple[Values, Values]:
         n = len(self.axis.cut)
         return tuple(args[:n]), tuple(args[n:])
 
@@ -165,10 +179,10 @@ class _Slices:
             return put(totals, (*results, *more))
 
         firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
-        head = tuple(_stacked(x, p, n, self.size, self.parts) for x, p in zip(cut, places, strict=True))
+        head = tuple(_stacked(x, p, n, self.size, self.split.parts) for x, p in zip(cut, places, strict=True))
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
-        found = [flat(y, p, self.parts) for y, p in zip(ys, carried, strict=True)]
+        found = [flat(y, p, self.split.parts) for y, p in zip(ys, carried, strict=True)]
         if rest:
             tail = tuple(jax.lax.slice_in_dim(x, n * self.size * p.unit, None, axis=p.dim)
                          for x, p in zip(cut, places, strict=True))  # fmt: skip
@@ -231,7 +245,7 @@ def _with_gradient(
         given = (*parts, *wholes)
 
         def scalar(*moving: Any) -> tuple[Any, Values]:
-            outs = slices.one(start, size, *slices.split(_put(given, active, moving)))
+            outs = slices.one(start, size, *slices.sorted(_put(given, active, moving)))
             return outs[loss], outs
 
         gradient = jax.value_and_grad(scalar, tuple(range(len(active))), has_aux=True)
@@ -240,7 +254,7 @@ def _with_gradient(
 
     kinds = [slices.axis.cut[i][1] if i < n_cut else jax.ShapeDtypeStruct(primals[i].shape, primals[i].dtype)
              for i in active]  # fmt: skip
-    outs, gradients = slices.run(step, slices.split(primals), kinds)
+    outs, gradients = slices.run(step, slices.sorted(primals), kinds)
     moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)

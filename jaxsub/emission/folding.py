@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.core
 
-from jaxsub.core.decisions import Inside, Slices
+from jaxsub.core.decisions import WHOLE, Inside, Slices
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
@@ -64,7 +64,9 @@ def carried_over(program: Program, slices: Slices) -> Slices:
     parts = slices.parts if length % slices.parts == 0 else 1
     least = max(2, -(-length // slices.size))
     count = least if parts == 1 else next((c for c in range(least, length + 1) if length % (c * parts) == 0), least)
-    return replace(slices, length=length, count=count, parts=parts if length % (count * parts) == 0 else 1)
+    return replace(
+        slices, length=length, count=count, split=slices.split if parts > 1 and length % (count * parts) == 0 else WHOLE
+    )
 
 
 def program_of_slice(program: Program, slices: Slices) -> Program:
@@ -73,7 +75,7 @@ def program_of_slice(program: Program, slices: Slices) -> Program:
     Its loss is the one scalar that is summed over slices; it has the differentiated inputs of the run.
     """
     axis = axis_of(program, slices)
-    closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count)
+    closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count, slices.split)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     active = {variable_of(program, v.index) for v in program.graph.values if v.is_differentiated}
     given = [None, *(v for v, _ in axis.cut), *axis.reads]
@@ -212,7 +214,7 @@ def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[t
 def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
     one = _planned_slice(program, slices)
-    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.parts)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.split)
 
     def run(*args: Any) -> list[Any]:
         return list(function(*args))

@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
+from jaxsub.core.decisions import WHOLE, Split
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS, Step
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
@@ -47,28 +50,44 @@ def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[An
             todo += list(_operands(eqn, *here))[::-1]
 
 
-def reads_positions(steps: Iterable[Step], depth: int = CHECKED_ORDERS) -> bool:
+def reads_positions(steps: Iterable[Step]) -> bool:
     """Whether steps read where in the axis a slice is: an iota along it, or a whole value that is sliced there."""
-
-    def reads(step: Step) -> bool:
-        is_iota = step.eqn is not None and step.eqn.primitive.name == "iota" and step.outs[0] is not None
-        bodies = (*step.bodies, *(step.rule() if depth else ()))
-        return step.eqn is None or is_iota or any(reads_positions(body.steps, depth - 1) for body in bodies)
-
-    return any(map(reads, steps))
+    return any(
+        step.eqn is None or (step.eqn.primitive.name == "iota" and step.outs[0] is not None) for step in _all(steps)
+    )
 
 
-def n_parts(program: Program, variable: Any, dim: int) -> int | None:
-    """Over how many devices an axis is split, by the arguments it comes from; `None` where that is not known.
+def split_otherwise(steps: Iterable[Step], split: Split = WHOLE) -> Any:
+    """Find a constraint that splits the axis of some steps in another way than the arguments do; `None` for none."""
+    for step in _all(steps):
+        if step.eqn is not None and step.eqn.primitive.name == "sharding_constraint":
+            spec, place = step.eqn.params["sharding"].spec, step.outs[0]
+            names = spec[place.dim] if isinstance(place, Place) and place.dim < len(spec) else None
+            names = (names,) if isinstance(names, str) else names
+            if names not in (None, PartitionSpec.UNCONSTRAINED, (), split.names):
+                return step.eqn
+    return None
+
+
+def _all(steps: Iterable[Step], depth: int = CHECKED_ORDERS) -> Iterator[Step]:
+    """Steps, those in their bodies, and those of their derivatives."""
+    for step in steps:
+        yield step
+        for body in (*step.bodies, *(step.rule() if depth else ())):
+            yield from _all(body.steps, depth - 1)
+
+
+def split_of(program: Program, variable: Any, dim: int) -> Split | None:
+    """Over which devices an axis is split, by the arguments it comes from; `None` where that is not known.
 
     It is not known where the second of two joined dimensions is split, and where no argument has the axis.
     """
     if not program.is_sharded:
-        return 1
+        return WHOLE
     inputs = {v: i for i, v in enumerate(program.invars)}
-    found = [_parts_of(program.shardings[inputs[v]], v.aval.shape, dims)
+    found = [_split_of(program.shardings[inputs[v]], v.aval.shape, dims)
              for v, dims in origins(program.eqns, variable, (dim,)) if v in inputs and program.shardings]  # fmt: skip
-    return None if not found or 0 in found else max(found)
+    return None if not found or None in found else max((s for s in found if s), key=lambda s: s.parts)
 
 
 def on_all_devices(program: Program, n_bytes: int) -> int:
@@ -76,10 +95,15 @@ def on_all_devices(program: Program, n_bytes: int) -> int:
     return int(n_bytes / data_share(program.avals(), program.shardings, program.differentiated))
 
 
-def _parts_of(sharding: Any, shape: Sequence[int], dims: Dims) -> int:
+def _split_of(sharding: Any, shape: Sequence[int], dims: Dims) -> Split | None:
     local = sharding.shard_shape(tuple(shape))
     parts = [shape[d] // local[d] for d in dims]
-    return parts[0] if all(n == 1 for n in parts[1:]) and not is_explicit(sharding.mesh) else 0
+    if any(n > 1 for n in parts[1:]) or is_explicit(sharding.mesh):
+        return None
+    if parts[0] == 1:
+        return WHOLE
+    names = sharding.spec[dims[0]]
+    return Split(tuple(sharding.mesh.shape.items()), (names,) if isinstance(names, str) else tuple(names))
 
 
 def _operands(eqn: Any, variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:

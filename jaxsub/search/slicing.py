@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsub.core.decisions import Slices
+from jaxsub.core.decisions import WHOLE, Slices, Split
 from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
@@ -31,7 +31,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import Step
-from jaxsub.jaxpr.axis_origin import n_parts, on_all_devices, origins, reads_positions
+from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
@@ -63,7 +63,7 @@ class Found:
         is_head: Whether it ends the program in a loss: then no slice is recomputed.
         within: In which bodies of loops and conditionals it stands.
         weight: How often it runs.
-        parts: Over how many devices the axis is split.
+        split: Over which devices the axis is split.
     """
 
     start: int
@@ -78,7 +78,7 @@ class Found:
     is_head: bool
     within: tuple[tuple[int, int], ...] = ()
     weight: float = 1.0
-    parts: int = 1
+    split: Split = WHOLE
 
     def slices(self, program: Program, count: int) -> Slices:
         """The run in slices, in a program."""
@@ -86,7 +86,7 @@ class Found:
         again = 0.0 if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
         share = again / max(sum(node.flops for node in program.graph.nodes), 1.0)
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared, share,
-                      within=self.within, parts=self.parts)  # fmt: skip
+                      within=self.within, split=self.split)  # fmt: skip
 
 
 def least_rows(target: Target) -> int:
@@ -182,10 +182,10 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
         raise ChunksError(_refusal(key, refused, program.is_sharded))
     if found.axis.length < count:
         raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {found.axis.length} units.")
-    if found.parts > 1 and found.axis.length // found.parts % count:
+    if found.split.parts > 1 and found.axis.length // found.split.parts % count:
         raise ChunksError(
-            f"chunks={{{key!r}: {count}}}: the axis is split over {found.parts} devices, and the number of slices must "
-            f"divide the {found.axis.length // found.parts} units that each of them holds."
+            f"chunks={{{key!r}: {count}}}: the axis is split over {found.split.parts} devices, and the number of "
+            f"slices must divide the {found.axis.length // found.split.parts} units that each of them holds."
         )
     return replace(found, within=within, weight=_weight(program, within)).slices(program, count)
 
@@ -319,14 +319,14 @@ def _count(found: Found, n_bytes: int, least: int) -> int:
 
 def largest_count(found: Found, least: int) -> int:
     """In how many slices a run is executed at most, its products of at least so many rows."""
-    each = found.axis.length // found.parts
-    return _divisor(found, min(found.rows // found.parts // least, each))
+    each = found.axis.length // found.split.parts
+    return _divisor(found, min(found.rows // found.split.parts // least, each))
 
 
 def _divisor(found: Found, count: int) -> int:
     """The count; where the axis is split, the next lower one that divides what each device holds."""
-    each = found.axis.length // found.parts
-    return count if found.parts == 1 else next((c for c in range(count, 0, -1) if each % c == 0), 0)
+    each = found.axis.length // found.split.parts
+    return count if found.split.parts == 1 else next((c for c in range(count, 0, -1) if each % c == 0), 0)
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
@@ -371,7 +371,7 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
         (inputs[v], dims[0]) for found in sources for v, dims in found if v in inputs and v.aval.shape[dims[0]] > 1
     ]
     found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
-    wide = [run for run in found if run.carried_bytes // run.parts > TUNING.least_sliced_bytes]
+    wide = [run for run in found if run.carried_bytes // run.split.parts > TUNING.least_sliced_bytes]
     return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
 
 
@@ -390,15 +390,18 @@ def _follow_all(
         except NotIndependent as why:
             refused.append(why)
             continue
-        parts = n_parts(program, variable, dim % len(variable.aval.shape))
-        if parts is None or (parts > 1 and (axis.length % parts or reads_positions(axis.steps))):
+        split = split_of(program, variable, dim % len(variable.aval.shape))
+        if split is None or (split.parts > 1 and (axis.length % split.parts or reads_positions(axis.steps))):
+            continue
+        if (eqn := split_otherwise(axis.steps, split)) is not None:
+            refused.append(NotIndependent(eqn, "it splits the axis over other devices than the arguments are"))
             continue
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
         run = partial(trace_run, program, start, stop)
         is_head = program.loss is not None and stop == len(program.eqns)
         found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, _rows(axis), run,
-                           _label(program, start, stop), is_head, parts=parts)  # fmt: skip
+                           _label(program, start, stop), is_head, split=split)  # fmt: skip
     return list(found.values()), refused
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow_all
+from jaxsub.jaxpr.axis_origin import split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
 
@@ -75,7 +76,10 @@ class FlatStep:
     def follow(self, place: int, eqns: Sequence[Any], seeds: Sequence[Any], results: Sequence[Any]) -> Axis:
         """Follow the layers of a scan's stacked results through equations behind it, unless one needs them all."""
         known = [*self.inputs, *(v for eqn in self.eqns[: place + 1] for v in eqn.outvars)]
-        return follow_all(eqns, known, results, seeds, 0, [v for v in self.eqns[place].outvars if v not in seeds])
+        axis = follow_all(eqns, known, results, seeds, 0, [v for v in self.eqns[place].outvars if v not in seeds])
+        if (eqn := split_otherwise(axis.steps)) is not None:
+            raise NotIndependent(eqn, "it splits the axis over devices")
+        return axis
 
 
 def unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

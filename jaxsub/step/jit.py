@@ -292,7 +292,8 @@ class Step(Wrapped[P, R]):
                 sizing = self.sizing(args, kwargs, told, passes=2)
                 best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
-                raise infeasible(n_bytes, sizing.least(), self._arguments(sizing.first, args, kwargs))
+                raise infeasible(n_bytes, sizing.least(), self._arguments(sizing.first, args, kwargs),
+                                 sizing.unknown_shardings())  # fmt: skip
             for key, plan in best.plans.items():
                 put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
         held = self._arguments(sizing.first, args, kwargs)

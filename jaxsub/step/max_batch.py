@@ -101,6 +101,9 @@ def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[An
         plain = largest(batches.plain_bytes, n_bytes, multiple_of)
         batches.find_least(plain or multiple_of)
         planned = largest(batches.least_bytes, n_bytes, multiple_of, plain) if batches.least else plain
+        if batches.least and not any(plan.slices for plan in batches.least):  # small batches have no use for slices
+            batches.find_least(max(planned, plain) + multiple_of)
+            planned = largest(batches.least_bytes, n_bytes, multiple_of, max(planned, plain))
         while True:
             planned = max(planned, plain, multiple_of)
             try:

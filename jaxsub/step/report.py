@@ -179,8 +179,15 @@ def _bytes(leaf: Any, info: Any) -> int:
     return int(math.prod(shape) * info.dtype.itemsize)
 
 
-def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument]) -> InfeasibleBudgetError:
-    """The error of a step that does not fit: what holds its memory, and what would fit."""
+def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument], unknown: Sequence[str]) -> InfeasibleBudgetError:
+    """The error of a step that does not fit: what holds its memory, and what would fit.
+
+    Args:
+        n_bytes: What the step may take.
+        least: What was found to need least.
+        held: What its arguments hold.
+        unknown: Functions that were not tried in slices, for nothing says how their arguments are split over devices.
+    """
     measured, needed = least.measurement, least.measurement.step_bytes
     own = max(0, measured.output_bytes - measured.alias_bytes)
     holders = [_row(h.n_bytes, needed, f"{h.name}: {h.n_arrays} arrays, the largest {h.largest}") for h in held[:ROWS]]
@@ -196,6 +203,11 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument]) -> Infeas
     fixed = [site.name for site in least.trial.sites.values() if not site.is_sized]
     if fixed:
         wrap += f" `{'`, `'.join(fixed)}` cannot be planned by the step: made with plan= or mirror=, or no gradient."
+    if unknown:
+        wrap += (
+            f" `{'`, `'.join(unknown)}` ran in no slices: inside jit nothing says how arguments are split over "
+            "devices. Pass in_shardings= to its jaxsub.sublinear."
+        )
     raise_to = f"Pass memory={needed}"
     donate = sum(h.kept_bytes for h in held)
     names = [h.name for h in held if h.kept_bytes]

@@ -22,6 +22,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
+from jaxsub.jaxpr.shardings import data_share, gathered_bytes
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
@@ -80,7 +81,9 @@ class Ladder:
 
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
-        self.pricer = Pricer(program, self.target, self.store, self.progress, offload=settings.offload)
+        lying = program.avals(), program.shardings, program.differentiated
+        self.pricer = Pricer(program, self.target, self.store, self.progress, False, data_share(*lying),
+                             gathered_bytes(*lying), settings.offload)  # fmt: skip
         self.cuts = cut_choices(program)
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)
@@ -137,8 +140,8 @@ class Sizing:
         target: What it is planned for.
         store: Where prices are remembered.
         progress: Told of what is compiled.
-        is_spread: Whether the step runs on several devices: nothing runs in slices then, for nobody knows which axes
-            they share.
+        is_spread: Whether the step runs on several devices: then only functions whose shardings are known run in
+            slices.
         attempts: All that was compiled.
         ladders: The plans of every function that may be planned.
     """
@@ -155,8 +158,11 @@ class Sizing:
     def __post_init__(self) -> None:
         self.attempts = {_shape(self.first.plans): self.first}
         sized = {key: site for key, site in self.first.trial.sites.items() if site.is_sized}
-        asked = self.target, self.store, self.progress, not self.is_spread
-        self.ladders = {key: Ladder(site, *asked) for key, site in sized.items()}
+        asked = self.target, self.store, self.progress
+        self.ladders = {
+            key: Ladder(site, *asked, may_slice=site.program.is_sharded or not self.is_spread)
+            for key, site in sized.items()
+        }
 
     def attempt(self, plans: Mapping[str, Plan]) -> Attempt:
         """Compile the step under plans, unless that was done before."""
@@ -179,6 +185,11 @@ class Sizing:
             return self._best(n_bytes)
         self._relax(best, n_bytes)
         return self._best(n_bytes)
+
+    def unknown_shardings(self) -> list[str]:
+        """Functions that may run in slices if only it were known how their arguments are split over the devices."""
+        sites = [ladder.site for ladder in self.ladders.values() if not ladder.may_slice]
+        return [site.name for site in sites if may_be_sliced(site.program, site.settings)]
 
     def least(self) -> Attempt:
         """What needs least of all that is tried whatever the budget is."""

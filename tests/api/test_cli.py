@@ -27,6 +27,10 @@ def example_args():
     s = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     return [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12, s
 
+def head(w, x):
+    return jnp.mean(jax.nn.logsumexp(jnp.tanh(x @ w), -1))
+
+classes = jax.ShapeDtypeStruct((16, 4096), jnp.float32), jax.ShapeDtypeStruct((1024, 16), jnp.float32)
 arrays = ([jnp.ones((4, 4))] * 4, jnp.ones((8, 4)))
 wide = ([jnp.ones((16, 16))] * 12, jnp.ones((512, 16)))
 planned = jaxsub.sublinear(loss)
@@ -81,6 +85,16 @@ def test_a_plan_is_verified_when_asked(run):
     found = run("plan", "toy_train.py:loss", "--args", "toy_train:arrays", "--verify", "--argnums", "0,1")
     assert found.exit_code == 0, found.output
     assert "measured " in found.output
+
+
+@pytest.mark.parametrize(("asked", "counts"), [("auto", []), ("off", []), ("on", [32]), ("0=4", [4])])
+def test_a_plan_is_made_in_slices_when_asked(run, tmp_path, asked, counts):
+    """`--chunks`: in as many slices as are named; when on as many as products allow; else none."""
+    done = run("plan", "toy_train:head", "--args", "toy_train:classes", "--chunks", asked, "--json", "p.json")
+    assert done.exit_code == 0, done.output
+    found = Plan.from_json((tmp_path / "p.json").read_text(encoding="utf-8"))
+    assert [one.count for one in found.slices] == counts
+    assert ("in slices" in done.output) == bool(counts)
 
 
 def test_a_function_is_explained(run):
@@ -191,6 +205,23 @@ WRONG = {
     "no memory to check": (("plan", *LOSS, "--check"), 2, "--check needs --max-memory"),
     "a fraction to check": (("plan", *LOSS, "--check", "--max-memory", "0.5"), 2, "--max-memory takes bytes"),
     "no planner": (("plan", *LOSS, "--planner", "chenn"), 2, "did you mean 'chen'"),
+    "chunks of no count": (
+        ("plan", *LOSS, "--chunks", "head=many"),
+        2,
+        "such as head=8 or head=8,0=4; got 'head=many'",
+    ),
+    "chunks of one": (("plan", *LOSS, "--chunks", "head=4,0=1"), 2, "a count of at least 2, such as head=8"),
+    "chunks without a name": (("plan", *LOSS, "--chunks", "=8"), 2, "--chunks takes auto, on, off, or NAME=COUNT"),
+    "chunks of a long number": (("plan", *LOSS, "--chunks", "0=" + "9" * 5000), 2, "--chunks takes auto, on, off"),
+    "chunks as a word": (("plan", *LOSS, "--chunks", "yes"), 2, "--chunks takes auto, on, off, or NAME=COUNT"),
+    "chunks twice": (("plan", *LOSS, "--chunks", "head=4,head=8"), 2, "--chunks names 'head' twice"),
+    "chunks of no scope": (("plan", *LOSS, "--chunks", "head=8"), 2, "no equation is in a named scope or function"),
+    "chunks of an axis": (("plan", *LOSS, "--chunks", "0=65"), 2, "the axis has no more than 64 units"),
+    "chunks in a step": (
+        ("plan", *STEP, "--chunks", "on", "--budget", "0.8"),
+        2,
+        "pass chunks= to its jaxsub.sublinear",
+    ),
     "no target": (("plan", *LOSS, "--target", "h99"), 2, "no target 'h99'"),
     "one file for two": (("plan", *LOSS, "--target", "cpu,h100", "--json", "p.json"), 2, "'{target}' in 'p.json'"),
     "no second target": (("plan", *LOSS, "--target", "cpu,h99"), 2, "no target 'h99'"),

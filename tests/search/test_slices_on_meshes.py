@@ -1,5 +1,7 @@
 """Runs in slices on several devices: along what each of them holds, budgets are bytes of one device."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxpr.test_shardings import on_eight_devices
 
-from jaxsub.core.decisions import Slices
+from jaxsub.core.decisions import Slices, Split
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search.slicing import ChunksError, asked, batch_run
 
@@ -22,6 +24,26 @@ def loss(params, x, y):
 put = lambda a, *spec: jax.device_put(a, NamedSharding(auto, P(*spec)))
 params = {"layers": [put(jnp.eye(32))] * 3, "head": put(jax.random.normal(jax.random.key(0), (32, 8192)))}
 args = params, put(jax.random.normal(jax.random.key(1), (2048, 32)), "d"), put(jnp.arange(2048), "d")
+"""
+
+
+BLOCKS = """
+import re
+from six_layers import same
+
+constrain = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(auto, P("d")))
+
+def loss(blocks, x, y, kept=lambda x: x):
+    for up, down in blocks:
+        x = kept(x + kept(jnp.tanh(x @ up)) @ down)
+    return jnp.mean((x - y) ** 2)
+
+def arguments(rows, *spec):
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(auto, P(*spec)))
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) / shape[0] ** .5
+    blocks = [(put(normal(32, 1024), *spec), put(normal(1024, 32), *spec)) for _ in range(3)]
+    return blocks, put(normal(rows, 32), "d"), put(normal(rows, 32), "d")
 """
 
 
@@ -60,6 +82,44 @@ for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
     )
 
 
+@pytest.mark.parametrize(("spec", "kept"), [((), "lambda x: x"), (("d",), "lambda x: x"), (("d",), "constrain")])
+def test_a_whole_function_on_eight_devices_meets_the_budget_of_one(spec, kept):
+    """Weights on all devices, or split over them as the rows: a fraction of the bytes; no device gathers any rows."""
+    on_eight_devices(
+        BLOCKS
+        + f"""
+args = arguments(4096, *{spec})
+run = functools.partial(loss, kept={kept})
+plan = jaxsub.plan(run, *args, budget="2MiB", cache=False, progress=False)
+assert [(one.label, one.parts) for one in plan.slices] == [("whole function", 8)], plan.slices
+put = dict(out_shardings=(None, jax.tree.map(lambda a: a.sharding, args[0])))
+plain = jax.jit(jax.value_and_grad(run), **put).lower(*args).compile()
+sliced = jaxsub.jit(jax.value_and_grad(jaxsub.sublinear(run, plan=plan)), **put).lower(*args).compile()
+assert plain.memory_analysis().temp_size_in_bytes > 4 * 2**21
+assert sliced.memory_analysis().temp_size_in_bytes == plan.measurement.temp_bytes <= 2**21
+moved = re.findall(r"(f32.*?) (all-gather|all-to-all|collective-permute)[(]", sliced.as_text())
+gathered = [shape.split("=")[-1].split("{{")[0].strip() for shape, _ in moved]
+assert set(gathered) == (set() if not {spec} else {{"f32[32,1024]", "f32[1024,32]"}}), gathered
+assert not re.search("all-to-all|collective-permute", sliced.as_text())
+same(sliced(*args), plain(*args), rtol=1e-4, atol=1e-6)
+"""
+    )
+
+
+def test_rows_that_a_function_splits_in_another_way_are_not_sliced():
+    """A constraint that splits the axis over other devices than its arguments is named, with its line."""
+    mesh = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def between(w, x, names):
+        return jnp.mean(jnp.tanh(jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(names)))) ** 2)
+
+    args = shaped(mesh, (32, 8192), ()), shaped(mesh, (2048, 32), ("a",))
+    for names, parts in (("a", 4), (("a",), 4), (None, 4)):
+        assert asked(trace(partial(between, names=names), args, {}), {0: 8})[0].parts == parts
+    with pytest.raises(ChunksError, match=r"`sharding_constraint` at .*other devices than the arguments are.*leave it"):
+        asked(trace(partial(between, names=("a", "b")), args, {}), {0: 8})
+
+
 def test_an_axis_that_no_device_splits_is_sliced_as_on_one():
     """Hidden units of weights that every device holds whole: slices keep the rows split."""
     program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ("d",))), {})
@@ -74,7 +134,9 @@ def test_slices_divide_what_each_device_holds():
     program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ("d",))), {})
     with pytest.raises(ChunksError, match=r"split over 8 devices.*must divide the 256 units that each of them holds"):
         asked(program, {0: 6})
-    assert Slices(0, 1, 0, 0, 6, 2048, parts=8).faults() == ["parts: 6 slices of 2048 units on 8 devices"]
+    assert Slices(0, 1, 0, 0, 6, 2048, split=Split((("d", 8),), ("d",))).faults() == [
+        "split: 6 slices of 2048 units on 8 devices"
+    ]
 
 
 @pytest.mark.parametrize(("fun", "mesh"), [(numbered, AUTO), (mlp, EXPLICIT)])
