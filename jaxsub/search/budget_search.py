@@ -26,7 +26,6 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
@@ -180,9 +179,7 @@ class _Search:
         # a head that holds the peak may fuse: at best it is half of what the least needs
         head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
         error = TUNING.prediction_error if self.best is None else 1.0
-        # what blocks save may lie in buffers of gradients that are made after it is dead; those of loops are in use
-        gradients = self._gradient_bytes() if self.best is None and plan.segments else 0
-        if share * (predicted_bytes(plan) - head_bytes - gradients) > error * bracket.limit:
+        if share * (predicted_bytes(plan) - head_bytes) > error * bracket.limit:
             return
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
@@ -195,11 +192,6 @@ class _Search:
             if not fitting:
                 return
             plan = fitting[0]
-
-    def _gradient_bytes(self) -> int:
-        program = self.verifier.program
-        avals = program.avals()
-        return sum(aval_bytes(avals[i]) for i in program.differentiated)
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""

@@ -12,6 +12,7 @@ fewest bytes cross. A program without repetition is cut where few bytes cross (`
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +106,10 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
     head = _head_bytes(program, pieces[-1].stop, gpu)
     found: dict[Any, Plan] = {}
     for name, chosen in _chosen(pieces, traced):
-        predicted = _predicted(program, [(p, traced[p.kind], chosen[p.kind]) for p in pieces], head, gpu)
+        regions = [(p, traced[p.kind], chosen[p.kind]) for p in pieces]
+        predicted = _predicted(program, regions, head, gpu)
+        if not is_loops:
+            predicted = replace(predicted, temp_bytes=predicted.temp_bytes - _in_gradients(program, regions))
         ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
         plan = Plan(program.fingerprint, Budget(), len(program.eqns), planner=f"by hand: {name}", prediction=predicted)
         found.setdefault(ways, plan.replace(**{"loops" if is_loops else "segments": ways}))
@@ -203,6 +207,29 @@ def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choi
     most = max(needs.values())
     at = len(regions) if head_bytes > most else 0
     return Prediction(saved + max(head_bytes, most), extra, forward, at, "analytic")
+
+
+def _in_gradients(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choice]]) -> int:
+    """What blocks save in the buffers of gradients that are made after it is dead: XLA allocates nothing for that.
+
+    A gradient is made where the backward pass comes to the last block that reads its weight, so it has room for what
+    later blocks save, a value of at most its size. A loop carries the gradients of what it reads: there is no room.
+    """
+    graph, avals, last = program.graph, program.avals(), program.graph.last_uses()
+    starts = [piece.node for piece, _, _ in regions]
+    made = sorted((bisect_right(starts, last[i]), aval_bytes(avals[i])) for i in program.differentiated)
+    free, total, begun = list[int](), 0, 0
+    for number, (piece, _, choice) in enumerate(regions):
+        while begun < len(made) and made[begun][0] <= number:
+            insort(free, made[begun][1])
+            begun += 1
+        first = graph.first_value(piece.node)
+        entry = [v.n_bytes for v in graph.values[len(graph.inputs) : first] if last[v.index] >= piece.node]
+        for size in sorted([*entry, *(graph.values[first + offset].n_bytes for offset in choice.saved)], reverse=True):
+            if (at := bisect_left(free, size)) < len(free):
+                del free[at]
+                total += size
+    return total
 
 
 def blocks_of(graph: Graph) -> list[tuple[int, int]]:
