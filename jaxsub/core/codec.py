@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jaxsub.core.decisions import Conditional, Loop, Way
+from jaxsub.core.decisions import Conditional, ControlFlow, Loop
 
 MOST_INTEGER = 2**63 - 1
 
@@ -52,9 +52,9 @@ def convert(data: Any, kind: Any) -> Any:
     """Make a value of a type from what `parse` gave; where it is none, a `ValueError` names the field.
 
     Example:
-        >>> convert({"node": 3, "blocks": [4]}, Way) == Loop(3, blocks=(4,))
+        >>> convert({"node": 3, "blocks": [4]}, ControlFlow) == Loop(3, blocks=(4,))
         True
-        >>> convert({"node": 3, "blocks": ["four"]}, Way)
+        >>> convert({"node": 3, "blocks": ["four"]}, ControlFlow)
         Traceback (most recent call last):
         ValueError: Expected `int`, got `str` - at `$.blocks[0]`
     """
@@ -82,7 +82,7 @@ def read(text: str | bytes, kind: Any) -> Any:
 
 def _made(kind: Any, data: Any) -> Any:
     """A value of a type that msgspec does not know: one way or another to run an equation that holds programs."""
-    if kind is not Way:
+    if kind is not ControlFlow:
         raise TypeError(f"nothing of type {kind} is stored")
     return convert(data, Conditional if isinstance(data, Mapping) and "branches" in data else Loop)
 

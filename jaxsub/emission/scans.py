@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsub.core.decisions import Conditional, Inside, Loop, Way
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scan_rotation import Rotated, rotated
 from jaxsub.emission.scan_unrolling import unrolled
@@ -38,7 +38,7 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 """(constants, carry, slice of xs) -> (carry, slice of ys)."""
 
 
-def with_loops(program: Program, loops: Sequence[Way]) -> Program:
+def with_loops(program: Program, loops: Sequence[ControlFlow]) -> Program:
     """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is."""
     if not loops:
         return program
@@ -82,7 +82,7 @@ def _branch_program(branch: Any, active: Sequence[bool]) -> Program:
     return program_of(eqns, invars, outvars, consts, positions, None, None, ["const"] * len(invars), branch)
 
 
-def _signature(signature: bytes, loop: Way) -> bytes:
+def _signature(signature: bytes, loop: ControlFlow) -> bytes:
     return hashlib.blake2b(signature + repr(replace(loop, node=0)).encode(), digest_size=12).digest()
 
 

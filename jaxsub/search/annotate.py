@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from jaxsub.core.decisions import Loop, Slices, Way
+from jaxsub.core.decisions import ControlFlow, Loop, Slices
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.graph import Graph, Node
 from jaxsub.core.plan import Plan
@@ -80,7 +80,7 @@ def _everywhere(graph: Graph) -> Iterator[Node]:
             yield from _everywhere(body)
 
 
-def _loops(program: Program, ways: Sequence[Way], target: Target) -> Iterator[Steps]:
+def _loops(program: Program, ways: Sequence[ControlFlow], target: Target) -> Iterator[Steps]:
     """Yield the loops of a program worth planning, in order; one without a decision runs as it is."""
     told = {way.node: way for way in ways if isinstance(way, Loop)}
     for node in sorted({*told, *find_loops(program)}):

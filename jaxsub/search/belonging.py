@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Way, walk
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, walk
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
 from jaxsub.core.tuning import TUNING
@@ -95,7 +95,7 @@ def _saved_faults(program: Program, segment: Segment, fences: Sequence[int], n_v
         yield f"{name} saves values and has segments or barriers inside"
 
 
-def _way_faults(program: Program, way: Way) -> Iterator[str]:
+def _way_faults(program: Program, way: ControlFlow) -> Iterator[str]:
     eqn = program.eqns[way.node]
     wanted = "cond" if isinstance(way, Conditional) else "scan"
     if eqn.primitive.name != wanted:
