@@ -26,10 +26,6 @@ def write(value: Any, *, indent: int | None = None, **more: Any) -> str:
     """Serialise a value as JSON text, `more` in front of a dataclass's own fields; no indent means no blanks.
 
     A `TypeError` or `ValueError` says what JSON cannot hold, such as a number that is not finite.
-
-    Example:
-        >>> write(Loop(3, blocks=(4,)))[:24]
-        '{"node":3,"blocks":[4],"'
     """
     data = msgspec.to_builtins(value)
     separators = (",", ":") if indent is None else None
@@ -71,12 +67,7 @@ def convert(data: Any, kind: Any) -> Any:
 
 
 def read(text: str | bytes, kind: Any) -> Any:
-    """Make a value of a type from JSON text; where it is none, a `ValueError` names the field.
-
-    Example:
-        >>> read("[1, 2.5]", tuple[int, float])
-        (1, 2.5)
-    """
+    """Make a value of a type from JSON text; where it is none, a `ValueError` names the field."""
     return convert(parse(text), kind)
 
 

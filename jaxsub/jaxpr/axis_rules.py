@@ -40,14 +40,7 @@ WINDOWS = frozenset(
 
 
 def rule_of(eqn: Any) -> Rule | None:
-    """The rule of an equation's primitive, if it has one and no jaxpr inside.
-
-    Example:
-        >>> import jax
-        >>> eqn = jax.make_jaxpr(jax.numpy.transpose)(jax.numpy.ones((2, 3))).eqns[0]
-        >>> rule_of(eqn)(eqn, [Place(0)], 2)
-        ([Place(dim=0, unit=1)], [Place(dim=1, unit=1)])
-    """
+    """The rule of an equation's primitive, if it has one and no jaxpr inside."""
     name = compat.unwrapped(eqn)[0].name
     if name in ELEMENTWISE:
         return _elementwise
