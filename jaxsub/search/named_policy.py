@@ -77,7 +77,7 @@ class _Region:
 
 
 def policy_names(program: Program, plan: Plan) -> PolicyNames:
-    """What the regions of a plan save, by name, or what no policy of names can say; the program's order is the plan's."""
+    """What the regions of a plan save, by name, or what no policy of names can say; of a program in its order."""
     if unsaid := tuple(dict.fromkeys(_unsaid(program, plan))):
         return PolicyNames(unsaid=unsaid)
     places: dict[str, set[str]] = {}
