@@ -135,7 +135,8 @@ def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
     """A step and its backward pass, regions opened."""
     n, positions = len(body.invars), body.differentiated
     graph = body.graph
-    active = [compat.is_var(a) and graph.values[graph.outputs[i]].is_differentiated for i, a in _outputs(body)]
+    outputs = iter(graph.outputs)
+    active = [compat.is_var(a) and graph.values[next(outputs)].is_differentiated for a in body.outvars]
 
     def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         outs = step(*inputs)
@@ -144,14 +145,6 @@ def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
 
     function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
     return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=REGIONS)
-
-
-def _outputs(body: Program) -> Iterator[tuple[int, Any]]:
-    """The outputs of a body, and where each that is no literal stands among those of its graph."""
-    at = 0
-    for atom in body.outvars:
-        yield at, atom
-        at += compat.is_var(atom)
 
 
 def _saved(traced: TracedRun, carry: range) -> tuple[Holding, ...]:
