@@ -24,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxsub.core.decisions import Way
+from jaxsub.core.decisions import ControlFlow
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Option:
     transient_bytes: int = 0
     recompute_flops: float = 0.0
     recompute_seconds: float = 0.0
-    loops: tuple[Way, ...] = ()
+    loops: tuple[ControlFlow, ...] = ()
     loop_flops: float = 0.0
     is_region: bool = True
     loop_seconds: float = 0.0

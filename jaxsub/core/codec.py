@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jaxsub.core.decisions import Conditional, Loop, Way
+from jaxsub.core.decisions import Conditional, ControlFlow, Loop
 
 MOST_INTEGER = 2**63 - 1
 
@@ -26,10 +26,6 @@ def write(value: Any, *, indent: int | None = None, **more: Any) -> str:
     """Serialise a value as JSON text, `more` in front of a dataclass's own fields; no indent means no blanks.
 
     A `TypeError` or `ValueError` says what JSON cannot hold, such as a number that is not finite.
-
-    Example:
-        >>> write(Loop(3, blocks=(4,)))[:24]
-        '{"node":3,"blocks":[4],"'
     """
     data = msgspec.to_builtins(value)
     separators = (",", ":") if indent is None else None
@@ -52,9 +48,9 @@ def convert(data: Any, kind: Any) -> Any:
     """Make a value of a type from what `parse` gave; where it is none, a `ValueError` names the field.
 
     Example:
-        >>> convert({"node": 3, "blocks": [4]}, Way) == Loop(3, blocks=(4,))
+        >>> convert({"node": 3, "blocks": [4]}, ControlFlow) == Loop(3, blocks=(4,))
         True
-        >>> convert({"node": 3, "blocks": ["four"]}, Way)
+        >>> convert({"node": 3, "blocks": ["four"]}, ControlFlow)
         Traceback (most recent call last):
         ValueError: Expected `int`, got `str` - at `$.blocks[0]`
     """
@@ -71,18 +67,13 @@ def convert(data: Any, kind: Any) -> Any:
 
 
 def read(text: str | bytes, kind: Any) -> Any:
-    """Make a value of a type from JSON text; where it is none, a `ValueError` names the field.
-
-    Example:
-        >>> read("[1, 2.5]", tuple[int, float])
-        (1, 2.5)
-    """
+    """Make a value of a type from JSON text; where it is none, a `ValueError` names the field."""
     return convert(parse(text), kind)
 
 
 def _made(kind: Any, data: Any) -> Any:
     """A value of a type that msgspec does not know: one way or another to run an equation that holds programs."""
-    if kind is not Way:
+    if kind is not ControlFlow:
         raise TypeError(f"nothing of type {kind} is stored")
     return convert(data, Conditional if isinstance(data, Mapping) and "branches" in data else Loop)
 

@@ -143,7 +143,7 @@ class Inside:
 
     segments: tuple[Segment, ...] = ()
     barriers: tuple[int, ...] = ()
-    ways: tuple[Way, ...] = ()
+    ways: tuple[ControlFlow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +190,14 @@ class Conditional:
 
 
 if TYPE_CHECKING:
-    Way = Loop | Conditional
+    ControlFlow = Loop | Conditional
 else:  # a class, not a union: of unions of dataclasses `msgspec` cannot tell which is meant (`jaxsub.core.codec` does)
 
-    class Way(ABC):  # noqa: B024 - only named
+    class ControlFlow(ABC):  # noqa: B024 - only named
         """How an equation that holds programs runs: a `Loop` or a `Conditional`."""
 
-    Way.register(Loop)
-    Way.register(Conditional)
+    ControlFlow.register(Loop)
+    ControlFlow.register(Conditional)
 
 
 def walk(segments: Sequence[Segment]) -> Iterator[Segment]:

@@ -47,12 +47,7 @@ T = TypeVar("T")
 
 
 def key_of(*parts: str, schema: int = SCHEMA) -> str:
-    """Make a key: 64 hexadecimal digits, a digest of what was measured and where, and of the versions that did.
-
-    Example:
-        >>> key_of("a stage", "cpu") == key_of("a stage", "cpu") != key_of("a stage", "h100")
-        True
-    """
+    """Make a key: 64 hexadecimal digits, a digest of what was measured and where, and of the versions that did."""
     return hashlib.sha256(json.dumps([schema, _versions(), parts]).encode()).hexdigest()
 
 
@@ -66,12 +61,7 @@ def code_digest() -> str:
 
 
 def open_store(cache: bool | str | os.PathLike[str] | Store = True) -> Store:
-    """Find the store: `True` for the user's cache directory, `False` for memory only, a directory, or a store.
-
-    Example:
-        >>> open_store(False).directory is None
-        True
-    """
+    """Find the store: `True` for the user's cache directory, `False` for memory only, a directory, or a store."""
     if isinstance(cache, Store):
         return cache
     if cache is False:

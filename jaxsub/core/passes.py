@@ -28,15 +28,7 @@ class Pass:
 
 
 def run_passes(chain: Chain, passes: Iterable[Pass]) -> Chain:
-    """Run passes in order; at log level `DEBUG` the chain is printed before the first and after each.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> from jaxsub.core.chain import Stage
-        >>> measured = Pass("origin", lambda chain: replace(chain, origin="measured"))
-        >>> run_passes(Chain((Stage(0, 1),), (), ()), [measured]).origin
-        'measured'
-    """
+    """Run passes in order; at log level `DEBUG` the chain is printed before the first and after each."""
     LOGGER.debug("a chain of %d stages\n%s", len(chain.stages), _Table(chain))
     for step in passes:
         chain = step.change(chain)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
-from jaxsub.core.decisions import PolicyNames, Segment, Slices, Way, walk
+from jaxsub.core.decisions import ControlFlow, PolicyNames, Segment, Slices, walk
 from jaxsub.core.figures import Difference, compare, plan_figures, scalars
 from jaxsub.core.graph import Graph
 from jaxsub.core.measurement import Measurement
@@ -78,7 +78,7 @@ class Plan(Shown, Stored):
     is_optimal: bool = False
     lower_bound: float | None = None
     holdings: tuple[Holding, ...] = ()
-    loops: tuple[Way, ...] = ()
+    loops: tuple[ControlFlow, ...] = ()
     slices: tuple[Slices, ...] = ()
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
@@ -347,7 +347,7 @@ def _moved(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(replace(s, offloaded=tuple(v for v in s.saved if v in entries)) for s in segments)
 
 
-def _loops(chain: Chain, run: Run) -> Iterator[Way]:
+def _loops(chain: Chain, run: Run) -> Iterator[ControlFlow]:
     for child in run.children:
         yield from _loops(chain, child)
     if run.option is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Option, Prediction, Run
 from jaxsub.core.errors import PlannerError
-from jaxsub.core.timeline import stage_timeline
+from jaxsub.core.timeline import own_recompute, stage_timeline
 
 
 def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
@@ -53,37 +53,28 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
         return found
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
     untimed = () if chain.has_timed_options else tuple(_untimed(chain, runs))
-    return replace(found, extra_seconds=_recomputed(chain, runs, "seconds", True), step_seconds=step,
+    return replace(found, extra_seconds=_recomputed(chain, runs, "seconds"), step_seconds=step,
                    seconds_origin=chain.seconds_origin, minimises=chain.minimises, untimed=untimed)  # fmt: skip
 
 
-def extra_flops(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> float:
-    """Sum the FLOPs that runs recompute.
-
-    A nest costs one forward pass of its stages, of the last stage only the part that its backward pass reads. That pays
-    for the last run inside the nest too.
-    """
-    return _recomputed(chain, runs, "flops", is_top)
+def extra_flops(chain: Chain, runs: Sequence[Run]) -> float:
+    """Sum the FLOPs that runs recompute."""
+    return _recomputed(chain, runs, "flops")
 
 
-def _recomputed(chain: Chain, runs: Sequence[Run], unit: str, is_top: bool) -> float:
-    total = 0.0
-    forward, tail, loop, recompute = (f"{what}_{unit}" for what in ("forward", "tail", "loop", "recompute"))
-    for position, run in enumerate(runs):
-        if run.children:
-            total += sum(getattr(s, forward) for s in chain.stages[run.start : run.stop - 1])
-            total += getattr(chain.stages[run.stop - 1], tail) + _recomputed(chain, run.children, unit, False)
-        elif run.option is not None:
-            is_paid = not is_top and position == len(runs) - 1
-            total += getattr(run.option, loop if is_paid else recompute)
-    return total
+def _recomputed(chain: Chain, runs: Sequence[Run], unit: str) -> float:
+    return sum(own_recompute(chain, run, is_paid, unit) for run, is_paid in _each(runs))
 
 
-def _untimed(chain: Chain, runs: Sequence[Run], is_top: bool = True) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the regions without known seconds, except the last run of a nest, which the nest pays for."""
-    for position, run in enumerate(runs):
-        yield from _untimed(chain, run.children, is_top=False)
-        if run.option is None or (not is_top and position == len(runs) - 1):
-            continue
-        if not run.option.loops and not run.option.recompute_seconds:
+def _each(runs: Sequence[Run], is_nested: bool = False) -> Iterator[tuple[Run, bool]]:
+    """Yield runs and those inside them, each with whether the nest round it pays for its forward pass."""
+    for run in runs:
+        yield run, is_nested and run is runs[-1]
+        yield from _each(run.children, is_nested=True)
+
+
+def _untimed(chain: Chain, runs: Sequence[Run]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield the regions without known seconds, except those that a nest pays for."""
+    for run, is_paid in _each(runs):
+        if run.option and not (is_paid or run.option.loops or run.option.recompute_seconds):
             yield chain.stages[run.start].start, chain.stages[run.stop - 1].stop, run.option.saved

@@ -220,7 +220,7 @@ class _Replay:
             else:
                 self._backward(run, is_last, depth)
             if run.children or (run.option is not None and run.option.is_region):
-                extra = self._extra_flops(run, is_last, depth)
+                extra = own_recompute(self.chain, run, is_last and depth > 0)
                 self.spans.insert(place, Span(depth, "backward", first, len(self.steps), run.start, run.stop, extra))
 
     def _forward(self, run: Run, held: int, depth: int, scope_stop: int) -> None:
@@ -246,7 +246,7 @@ class _Replay:
 
     def _backward(self, run: Run, is_last: bool, depth: int) -> None:
         if run.option is not None:
-            flops = self._extra_flops(run, is_last, depth)
+            flops = own_recompute(self.chain, run, is_last and depth > 0)
             for s in range(run.start, run.stop):
                 flops += BACKWARD_FORWARDS * self.chain.stages[s].forward_flops
                 flops += self._forward_flops(s, depth, run.stop) if is_last else 0.0
@@ -283,13 +283,19 @@ class _Replay:
         found = self.chain.stages[stage]
         return found.tail_flops if depth and stage == scope_stop - 1 else found.forward_flops
 
-    def _extra_flops(self, run: Run, is_last: bool, depth: int) -> float:
-        if run.children:
-            inside = self.chain.stages[run.start : run.stop]
-            return sum(s.forward_flops for s in inside[:-1]) + inside[-1].tail_flops
-        if run.option is None:
-            return 0.0
-        return run.option.loop_flops if depth and is_last else run.option.recompute_flops
+
+def own_recompute(chain: Chain, run: Run, is_paid: bool, unit: str = "flops") -> float:
+    """What a run recomputes, in FLOPs or seconds, without the runs inside it.
+
+    A nest costs one forward pass of its stages, of the last stage only the part that its backward pass reads. That pays
+    for the last run inside the nest too.
+    """
+    if run.children:
+        *others, last = chain.stages[run.start : run.stop]
+        return float(sum(getattr(s, f"forward_{unit}") for s in others) + getattr(last, f"tail_{unit}"))
+    if run.option is None:
+        return 0.0
+    return float(getattr(run.option, f"{'loop' if is_paid else 'recompute'}_{unit}"))
 
 
 def name_pieces(timeline: StageTimeline, graph: Graph) -> StageTimeline:

@@ -24,18 +24,7 @@ from jaxsub.jaxpr.trace import Program
 
 
 def flat_kernels(program: Program) -> frozenset[int]:
-    """Find the kernels to make flat behind gradient barriers and at the entry of regions: on a single GPU, all.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> conv = lambda w, x: jnp.sum(jax.lax.conv(x, w.astype("float16"), (1, 1), "SAME"))
-        >>> program = trace(conv, (jnp.ones((4, 3, 3, 3)), jnp.ones((1, 3, 8, 8), "float16")), {}, argnums=0)
-        >>> [sorted(flat_kernels(replace(program, platform=name))) for name in ("cuda", "cpu")]
-        [[0], []]
-    """
+    """Find the kernels to make flat behind gradient barriers and at the entry of regions: on a single GPU, all."""
     if not is_gpu(program.platform) or program.is_sharded:  # to flatten a sharded array would gather it
         return frozenset()
     return program.graph.kernels()

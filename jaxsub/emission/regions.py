@@ -141,10 +141,8 @@ class _Emitter:
                 at = segment.stop
 
     def _slice(self, piece: range) -> Step:
+        """Evaluate a run of equations, and return what is used after it, inside or outside its region."""
         reads, returns = self._reads(piece), self._returns(piece)
-        return self._evaluate(piece, reads, returns)
-
-    def _evaluate(self, piece: range, reads: Sequence[int], returns: Sequence[int]) -> Step:
         jaxpr = compat.make_jaxpr_of(
             self.eqns[piece.start : piece.stop],
             [self.variables[v] for v in reads],
@@ -217,16 +215,14 @@ class _Emitter:
         for producer in producers:
             is_alone = is_known_by_result(self.program.eqns[producer])
             run = range(at, producer + (not is_alone))
-            # the slice returns values that are used after it, inside or outside the region
-            steps += [self._evaluate(run, self._reads(run), self._returns(run))] if run else []
+            steps += [self._slice(run)] if run else []
             if is_alone:
                 steps.append(self._tagged(producer, names))
             else:
                 steps.append(_name({v: name for v, name in names.items() if values[v].producer == producer}))
             at = producer + 1
         if at < piece.stop:
-            run = range(at, piece.stop)
-            steps.append(self._evaluate(run, self._reads(run), self._returns(run)))
+            steps.append(self._slice(range(at, piece.stop)))
         return steps
 
     def _tagged(self, node: int, names: dict[int, str]) -> Step:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsub.core.decisions import Conditional, Inside, Loop, Way
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scan_rotation import Rotated, rotated
 from jaxsub.emission.scan_unrolling import unrolled
@@ -38,7 +38,7 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 """(constants, carry, slice of xs) -> (carry, slice of ys)."""
 
 
-def with_loops(program: Program, loops: Sequence[Way]) -> Program:
+def with_loops(program: Program, loops: Sequence[ControlFlow]) -> Program:
     """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is."""
     if not loops:
         return program
@@ -82,7 +82,7 @@ def _branch_program(branch: Any, active: Sequence[bool]) -> Program:
     return program_of(eqns, invars, outvars, consts, positions, None, None, ["const"] * len(invars), branch)
 
 
-def _signature(signature: bytes, loop: Way) -> bytes:
+def _signature(signature: bytes, loop: ControlFlow) -> bytes:
     return hashlib.blake2b(signature + repr(replace(loop, node=0)).encode(), digest_size=12).digest()
 
 
@@ -129,21 +129,21 @@ def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _at(*primals), tangents[2]
 
 
-def _turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]:
+def turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]:
     """The body of a loop, begun in mid-step or written out as it says, and the size of its carry."""
     eqn, body = program.eqns[loop.node], body_program(program, loop.node)
     n_consts, n_carry = compat.scan_sizes(eqn)
-    turned = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
-    if turned is not None:
-        body, n_carry = turned.body, turned.n_carry
+    rotation = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
+    if rotation is not None:
+        body, n_carry = rotation.body, rotation.n_carry
     if loop.unrolled > 1:
         body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
-    return body, n_carry, turned
+    return body, n_carry, rotation
 
 
 def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
     """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
-    body, n_carry, _ = _turned(program, loop)
+    body, n_carry, _ = turned(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
     step = _step(body, n_carry, loop.inside, loop.saved)
     step = _region(step, loop.saved, prevent_cse=False) if loop.is_recomputed else step
@@ -168,7 +168,7 @@ class _Scan:
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn, (body, n_carry, rotation) = program.eqns[loop.node], _turned(program, loop)
+        eqn, (body, n_carry, rotation) = program.eqns[loop.node], turned(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
         ahead: tuple[int, ...] = ()
         if rotation is not None:

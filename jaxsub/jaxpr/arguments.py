@@ -130,15 +130,7 @@ def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def trace_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: AnyArgnums) -> Program:
-    """Trace a function whose arguments may have static leaves, as Equinox's modules do, and something to differentiate.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> layer = {"w": jnp.ones((2, 2)), "activation": jnp.tanh}
-        >>> program = trace_call(lambda p, x: p["activation"](x @ p["w"]).sum(), (layer, jnp.ones((1, 2))), {}, 0)
-        >>> [node.primitive for node in program.graph.nodes]
-        ['dot_general', 'tanh', 'reduce_sum']
-    """
+    """Trace a function whose arguments may have static leaves, as Equinox's modules do, and that has a gradient."""
     is_wrapped = isinstance(getattr(type(fun), "statics", None), property)  # a `Sublinear` has its own
     statics = replace(fun.statics, fun=fun) if is_wrapped else Statics.of(fun, (), ())  # type: ignore[attr-defined]
     fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)

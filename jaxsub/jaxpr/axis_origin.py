@@ -28,15 +28,7 @@ Dims = tuple[int, ...]
 
 
 def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]:
-    """Find the inputs of some equations, and the dimensions of theirs, that a value's dimensions come from.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x.reshape(6, 4) @ w))(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
-        >>> found = origins(jaxpr.eqns, jaxpr.jaxpr.outvars[0], (0,)), origins(jaxpr.eqns, jaxpr.jaxpr.outvars[0], (1,))
-        >>> [[(jaxpr.jaxpr.invars.index(v), dims) for v, dims in some] for some in found]
-        [[(0, (0, 1))], [(1, (1,))]]
-    """
+    """Find the inputs of some equations, and the dimensions of theirs, that a value's dimensions come from."""
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     todo, seen = [(variable, dims)], set[Any]()
     while todo:

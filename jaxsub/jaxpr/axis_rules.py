@@ -12,7 +12,7 @@ Primitives with inner jaxprs are in `jaxsub.jaxpr.axis_bodies`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset(
     "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min "
     "mul mulhi name ne neg nextafter not or polygamma population_count pow real reduce_precision "
     "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta.split(".split()
+    "sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 """Primitives of which each element of a result depends only on the elements at the same index."""
 
@@ -37,27 +37,14 @@ WINDOWS = frozenset(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
     "select_and_gather_add".split()
 )
+POINT = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
+"""A window of one element."""
 
 
 def rule_of(eqn: Any) -> Rule | None:
-    """The rule of an equation's primitive, if it has one and no jaxpr inside.
-
-    Example:
-        >>> import jax
-        >>> eqn = jax.make_jaxpr(jax.numpy.transpose)(jax.numpy.ones((2, 3))).eqns[0]
-        >>> rule_of(eqn)(eqn, [Place(0)], 2)
-        ([Place(dim=0, unit=1)], [Place(dim=1, unit=1)])
-    """
+    """The rule of an equation's primitive, if it has one and no jaxpr inside."""
     name = compat.unwrapped(eqn)[0].name
-    if name in ELEMENTWISE:
-        return _elementwise
-    if name in LINALG:
-        return _linalg
-    if name in WINDOWS:
-        return _window
-    if name.startswith("scatter"):
-        return _scatter
-    return RULES.get(name)
+    return _scatter if name.startswith("scatter") else RULES.get(name)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -82,17 +69,6 @@ def _alike(eqn: Any, ins: Sequence[Place | None], n: int) -> tuple[Place, list[P
 def _elementwise(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     place, needs = _alike(eqn, ins, n)
     return needs, [place] * len(eqn.outvars)
-
-
-def _bitcast(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    if _shape(eqn.invars[0]) != _shape(eqn.outvars[0]):
-        raise NoRule("it splits or joins elements")
-    return _elementwise(eqn, ins, n)
-
-
-def _apart(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    """Results that are their operands."""
-    return list(ins), list(ins)
 
 
 def _broadcast(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
@@ -124,10 +100,6 @@ def _without(place: Place, dims: Sequence[int]) -> Place:
     return Place(place.dim - sum(d < place.dim for d in dims), place.unit)
 
 
-def _squeeze(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    return list(ins), [_without(_one(ins), eqn.params["dimensions"])]
-
-
 def _stack(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     place, needs = _alike(eqn, ins, n)
     return needs, [Place(place.dim + (place.dim >= eqn.params["axis"]), place.unit)]
@@ -145,15 +117,34 @@ def _other_than(ins: Sequence[Place | None], dims: Sequence[int], why: str) -> P
     return place
 
 
-def _along(param: str, why: str) -> Rule:
-    """The rule of what works along one dimension, or several, and returns what has the shape of its operands."""
+def _unless(is_along: Callable[[Any, Place, int], bool], why: str) -> Rule:
+    """The rule of what returns the axis where its operands have it, unless it works along the axis."""
 
     def rule(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-        dims = eqn.params[param]
-        _other_than(ins, np.atleast_1d(dims).tolist(), why)
+        if is_along(eqn, _one(ins), n):
+            raise NoRule(f"it {why}")
         return _elementwise(eqn, ins, n)
 
     return rule
+
+
+def _along(param: str, why: str) -> Rule:
+    """The rule of what works along one dimension, or several, that a parameter says."""
+    return _unless(lambda eqn, at, n: at.dim in np.atleast_1d(eqn.params[param]).tolist(), why)
+
+
+def _sizes(eqn: Any, at: Place) -> tuple[int, int]:
+    """The length of a dimension of the first operand, and of the first result."""
+    return _shape(eqn.invars[0])[at.dim], _shape(eqn.outvars[0])[at.dim]
+
+
+def _has_no_mesh(eqn: Any, at: Place, n: int) -> bool:
+    return getattr(eqn.params["sharding"], "spec", None) is None
+
+
+def _reaches(eqn: Any, at: Place, n: int) -> bool:
+    """Whether a window is more than one element along the axis."""
+    return any(eqn.params.get(param) and eqn.params[param][at.dim] != value for param, value in POINT.items())
 
 
 def _reduce(how: str | None) -> Rule:
@@ -178,20 +169,6 @@ def _general_reduce(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     return [place] * half + [None] * half, [_without(place, eqn.params["dimensions"])] * len(eqn.outvars)
 
 
-def _pad(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place = _first_only(ins)
-    if tuple(eqn.params["padding_config"][place.dim]) != (0, 0, 0):
-        raise NoRule("it pads along the axis")
-    return list(ins), [place]
-
-
-def _slice(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place, shape = _first_only(ins), _shape(eqn.invars[0])
-    if _shape(eqn.outvars[0])[place.dim] != shape[place.dim]:
-        raise NoRule("it takes a part of the axis")
-    return list(ins), [place]
-
-
 def first_units(eqn: Any, ins: Sequence[State]) -> int | None:
     """How many units a slice takes, if these are the first ones of the axis and not all of them."""
     place = ins[0] if eqn.primitive.name == "slice" else None
@@ -212,42 +189,6 @@ def _update(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     if update[place.dim] != operand[place.dim]:
         raise NoRule("it writes a part of the axis")
     return [place, place, *ins[2:]], [place]
-
-
-def _tile(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place = _one(ins)
-    if _shape(eqn.outvars[0])[place.dim] != n * place.unit:
-        raise NoRule("it repeats the axis")
-    return list(ins), [place]
-
-
-def _top_k(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    last = len(_shape(eqn.invars[0])) - 1
-    place = _other_than(ins, [eqn.params.get("axis", last) % (last + 1)], "looks for the largest along the axis")
-    return list(ins), [place] * len(eqn.outvars)
-
-
-def _window(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place, needs = _alike(eqn, ins, n)
-    plain = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
-    for param, value in plain.items():
-        if param in eqn.params and eqn.params[param] and eqn.params[param][place.dim] != value:
-            raise NoRule("its window reaches along the axis")
-    return needs, [place] * len(eqn.outvars)
-
-
-def _fft(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place, ndim = _one(ins), len(_shape(eqn.invars[0]))
-    if place.dim >= ndim - len(eqn.params["fft_lengths"]):
-        raise NoRule("it transforms along the axis")
-    return list(ins), [place]
-
-
-def _linalg(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place, needs = _alike(eqn, ins, n)
-    if place.dim >= len(_shape(eqn.invars[0])) - 2:
-        raise NoRule("it works on matrices along the axis")
-    return needs, [place] * len(eqn.outvars)
 
 
 def _dot(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
@@ -345,13 +286,6 @@ def _cudnn_attention(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     return needs, [Place(0)] * len(eqn.outvars)
 
 
-def _constraint(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
-    place, spec = _one(ins), getattr(eqn.params["sharding"], "spec", None)
-    if spec is None:
-        raise NoRule("it has no mesh")
-    return list(ins), [place]
-
-
 def needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
     """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
     name, params = eqn.primitive.name, eqn.params
@@ -378,12 +312,17 @@ def needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
 
 
 RULES: dict[str, Rule] = {
-    "bitcast_convert_type": _bitcast,
-    "optimization_barrier": _apart,
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(LINALG, _unless(lambda eqn, at, n: at.dim >= len(_shape(eqn.invars[0])) - 2,
+                                    "works on matrices along the axis")),
+    **dict.fromkeys(WINDOWS, _unless(_reaches, "has a window that reaches along the axis")),
+    "bitcast_convert_type": _unless(lambda eqn, at, n: _shape(eqn.invars[0]) != _shape(eqn.outvars[0]),
+                                    "splits or joins elements"),
+    "optimization_barrier": lambda eqn, ins, n: (list(ins), list(ins)),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,
-    "squeeze": _squeeze,
+    "squeeze": lambda eqn, ins, n: (list(ins), [_without(_one(ins), eqn.params["dimensions"])]),
     "stack": _stack,
     "unstack": _unstack,
     "rev": _along("dimensions", "turns the axis round"),
@@ -398,16 +337,18 @@ RULES: dict[str, Rule] = {
     "reduce_and": _reduce("min"),
     **{name: _reduce(None) for name in ("reduce_prod", "reduce_xor", "argmax", "argmin")},
     "reduce": _general_reduce,
-    "pad": _pad,
-    "slice": _slice,
-    "dynamic_slice": _slice,
+    "pad": _unless(lambda eqn, at, n: tuple(eqn.params["padding_config"][at.dim]) != (0, 0, 0), "pads along the axis"),
+    **{name: _unless(lambda eqn, at, n: len({*_sizes(eqn, at)}) > 1, "takes a part of the axis")
+       for name in ("slice", "dynamic_slice")},
     "dynamic_update_slice": _update,
-    "tile": _tile,
-    "top_k": _top_k,
-    "fft": _fft,
+    "tile": _unless(lambda eqn, at, n: _sizes(eqn, at)[1] != n * at.unit, "repeats the axis"),
+    "top_k": _unless(lambda eqn, at, n: at.dim == eqn.params.get("axis", -1) % len(_shape(eqn.invars[0])),
+                     "looks for the largest along the axis"),
+    "fft": _unless(lambda eqn, at, n: at.dim >= len(_shape(eqn.invars[0])) - len(eqn.params["fft_lengths"]),
+                   "transforms along the axis"),
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     "gather": _gather,
-    "sharding_constraint": _constraint,
+    "sharding_constraint": _unless(_has_no_mesh, "it has no mesh"),
     **{f"dot_product_attention_{way}_wrapper": _cudnn_attention for way in ("fwd", "bwd")},
-}
+}  # fmt: skip

@@ -95,17 +95,7 @@ def _describe_jaxpr(jaxpr: Any) -> str:
 
 
 def identity(eqn: Any) -> tuple[Any, ...]:
-    """Collect the functions and inner constants of an equation: equations equal in them and in signature are equal.
-
-    Example:
-        >>> import jax
-        >>> def ruled(c):
-        ...     rule = jax.custom_jvp(jax.numpy.sin)
-        ...     rule.defjvp(lambda primals, tangents: (jax.numpy.sin(*primals), c * tangents[0]))
-        ...     return jax.make_jaxpr(rule)(1.0).eqns[0]
-        >>> identity(ruled(2.0)) == identity(ruled(2.0)), identity(ruled(2.0)) == identity(ruled(3.0))
-        (True, False)
-    """
+    """Collect the functions and inner constants of an equation: equations equal in them and in signature are equal."""
     found = tuple(_root(p, ()) for key, p in sorted(eqn.params.items()) if _is_function(p) and key != "out_trees")
     for body in bodies_of(eqn):
         consts = tuple(map(id, getattr(body, "consts", ())))

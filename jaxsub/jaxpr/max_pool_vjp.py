@@ -27,21 +27,7 @@ MOST_PLACES = 25
 
 
 def without_scatter(eqns: Sequence[Any]) -> list[Any]:
-    """Replace max-pooling by an equation that is differentiated by slices; other equations stay as they are.
-
-    Example:
-        >>> from functools import partial
-        >>> pool = partial(
-        ...     lax.reduce_window,
-        ...     init_value=-jnp.inf,
-        ...     computation=lax.max,
-        ...     window_dimensions=(2,),
-        ...     window_strides=(2,),
-        ...     padding="SAME",
-        ... )
-        >>> [eqn.primitive.name for eqn in without_scatter(jax.make_jaxpr(pool)(jnp.arange(4.0)).eqns)]
-        ['custom_jvp_call']
-    """
+    """Replace max-pooling by an equation that is differentiated by slices; other equations stay as they are."""
     return [_replaced(eqn) if _is_max_pooling(eqn) else eqn for eqn in eqns]
 
 

@@ -162,15 +162,6 @@ def with_gathered(chain: Chain, graph: Graph, gathered: Sequence[int], at_once: 
     gradients.
 
     `gathered` is from `gathered_bytes`, `at_once` from `gathered_at_once`.
-
-    Example:
-        >>> from jaxsub.core.chain import Stage
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> graph = trace(lambda w, x: (x @ w).sum(), (jax.numpy.ones((2, 2)), jax.numpy.ones((2, 2))), {}).graph
-        >>> chain = Chain((Stage(0, 1, keep_bytes=4), Stage(1, 2)), (), ())
-        >>> stages = with_gathered(chain, graph, (16, 0), (16, 0)).stages
-        >>> stages[0].keep_bytes, stages[0].transient_bytes, stages[1].keep_bytes
-        (20, 32, 0)
     """
     read = [{v for node in graph.nodes[s.start : s.stop] for v in node.inputs if v < len(gathered)}
             for s in chain.stages]  # fmt: skip

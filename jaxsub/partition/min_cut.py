@@ -41,6 +41,9 @@ LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
 MOST_VALUES = 10
 """Up to so many values, every subset is priced."""
 
+FINER_GAIN = 0.005
+"""Of those, a choice must recompute less than the one before it by at least this share of the run's FLOPs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -209,24 +212,30 @@ def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeSt
 
 
 def choices(traced: TracedRun, *, least_gain: float = 0.03) -> tuple[Choice, ...]:
-    """Find the Pareto-optimal choices of saved values of a run, the one that saves nothing first."""
-    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
-    return _pareto(cut, least_gain)
+    """Find the Pareto-optimal choices of saved values of a run, the one that saves nothing first.
+
+    They are those of the lower convex hull that gain at least this share of its FLOPs over the one before them.
+    """
+    cut = _Cut.of(traced)
+    total = float(cut.flops.sum())
+    if not cut.names or total == 0:
+        return (cut.choice(frozenset()),)
+    return _thinned(cut, _hull(cut, max(least_gain * total, 1e-9) / 4), least_gain)
 
 
 def choice_of(traced: TracedRun, saved: Iterable[int]) -> Choice:
     """Price the choice of saving these values, by their offsets, as far as the backward pass reads them."""
-    return _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free).choice(frozenset(saved))
+    return _Cut.of(traced).choice(frozenset(saved))
 
 
-def finer(traced: TracedRun, found: Sequence[Choice], *, least_gain: float = 0.005) -> tuple[Choice, ...]:
+def finer(traced: TracedRun, found: Sequence[Choice]) -> tuple[Choice, ...]:
     """Find more choices of a small run: every subset of the values that `choices` save, if they are few."""
-    cut = _Cut.of(traced.forward, traced.inputs, traced.residuals, traced.free)
+    cut = _Cut.of(traced)
     values = sorted({offset for choice in found for offset in choice.saved})
     if not 1 < len(values) <= MOST_VALUES:
         return tuple(found)
     every = (subset for n in range(1, len(values) + 1) for subset in combinations(values, n))
-    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, least_gain)
+    return _thinned(cut, {*found, *(cut.choice(frozenset(subset)) for subset in every)}, FINER_GAIN)
 
 
 def mark(x: Any, offset: int) -> Any:
@@ -272,13 +281,13 @@ class _Cut:
     wanted: int  # the values the backward pass reads, likewise
 
     @classmethod
-    def of(cls, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], free: frozenset[int]) -> _Cut:
+    def of(cls, traced: TracedRun) -> _Cut:
+        eqns, given = traced.forward, set(traced.inputs)
         vertex: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         names, producers, sizes = {}, {}, {}
         made: list[int] = []
         read: list[int] = []
-        given = set(invars)
         for e, eqn in enumerate(eqns):
             offset = mark_of(eqn)
             for var in eqn.outvars:
@@ -288,13 +297,13 @@ class _Cut:
                     edges.append((v, 2 + e, -1))
                 else:
                     names[v] = offset
-                    sizes[v] = 0 if offset in free else sizes[v]
+                    sizes[v] = 0 if offset in traced.free else sizes[v]
                     edges.append((v, 2 + e, max(sizes[v], 1)))
             made.append(_bits(vertex[v] for v in eqn.outvars))
             reads = [vertex[a] for a in eqn.invars if compat.is_var(a) and a not in given]
             read.append(_bits(reads))
             edges += [(2 + e, v, -1) for v in reads]
-        wanted = [vertex[a] for a in set(filter(compat.is_var, outvars)) if a not in given]
+        wanted = [vertex[a] for a in set(filter(compat.is_var, traced.residuals)) if a not in given]
         edges += [(0, v, -1) for v in wanted]
         heads, tails, capacities = (
             (np.array(x, dtype=np.int64) for x in zip(*edges, strict=True)) if edges else (np.zeros(0, np.int64),) * 3
@@ -353,14 +362,6 @@ def mark_of(eqn: Any) -> int | None:
         return None
     found = _MARK.search(str(eqn.source_info.name_stack))
     return int(found[1]) if found else None
-
-
-def _pareto(cut: _Cut, least_gain: float) -> tuple[Choice, ...]:
-    """Keep the choices of the lower convex hull that gain enough over the choice before them."""
-    total = float(cut.flops.sum())
-    if not cut.names or total == 0:
-        return (cut.choice(frozenset()),)
-    return _thinned(cut, _hull(cut, max(least_gain * total, 1e-9) / 4), least_gain)
 
 
 def _thinned(cut: _Cut, found: Iterable[Choice], least_gain: float) -> tuple[Choice, ...]:

@@ -64,14 +64,6 @@ class Bounded:
 
     Attributes:
         planner: The planner.
-
-    Example:
-        >>> from jaxsub.core.chain import Crossing, Stage
-        >>> stages = tuple(Stage(s, s + 1, transient_bytes=1, keep_bytes=4, keep_transient_bytes=1) for s in range(3))
-        >>> planner = Bounded(Optimal())
-        >>> plan = planner(Chain(stages, (), tuple(Crossing(s, s + 1, 2, 0) for s in range(2))), 9)
-        >>> plan.gap is None, round(planner.bounded(plan).gap, 2)
-        (True, 0.11)
     """
 
     planner: Callable[[Chain, int | None], Plan]

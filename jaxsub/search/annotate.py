@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from jaxsub.core.decisions import Loop, Slices, Way
+from jaxsub.core.decisions import ControlFlow, Loop, Slices
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.graph import Graph, Node
 from jaxsub.core.plan import Plan
@@ -80,7 +80,7 @@ def _everywhere(graph: Graph) -> Iterator[Node]:
             yield from _everywhere(body)
 
 
-def _loops(program: Program, ways: Sequence[Way], target: Target) -> Iterator[Steps]:
+def _loops(program: Program, ways: Sequence[ControlFlow], target: Target) -> Iterator[Steps]:
     """Yield the loops of a program worth planning, in order; one without a decision runs as it is."""
     told = {way.node: way for way in ways if isinstance(way, Loop)}
     for node in sorted({*told, *find_loops(program)}):
@@ -135,7 +135,8 @@ def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
     """A step and its backward pass, regions opened."""
     n, positions = len(body.invars), body.differentiated
     graph = body.graph
-    active = [compat.is_var(a) and graph.values[graph.outputs[i]].is_differentiated for i, a in _outputs(body)]
+    outputs = iter(graph.outputs)
+    active = [compat.is_var(a) and graph.values[next(outputs)].is_differentiated for a in body.outvars]
 
     def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         outs = step(*inputs)
@@ -144,14 +145,6 @@ def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
 
     function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
     return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=REGIONS)
-
-
-def _outputs(body: Program) -> Iterator[tuple[int, Any]]:
-    """The outputs of a body, and where each that is no literal stands among those of its graph."""
-    at = 0
-    for atom in body.outvars:
-        yield at, atom
-        at += compat.is_var(atom)
 
 
 def _saved(traced: TracedRun, carry: range) -> tuple[Holding, ...]:

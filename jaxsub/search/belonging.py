@@ -11,15 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Way, walk
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, walk
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
 from jaxsub.core.tuning import TUNING
 from jaxsub.emission.folding import in_slices
-from jaxsub.emission.scan_rotation import rotated
-from jaxsub.emission.scan_unrolling import unrolled
-from jaxsub.emission.scans import body_program, branch_programs
-from jaxsub.jaxpr import compat
+from jaxsub.emission.scans import body_program, branch_programs, turned
 from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program
 
@@ -95,7 +92,7 @@ def _saved_faults(program: Program, segment: Segment, fences: Sequence[int], n_v
         yield f"{name} saves values and has segments or barriers inside"
 
 
-def _way_faults(program: Program, way: Way) -> Iterator[str]:
+def _way_faults(program: Program, way: ControlFlow) -> Iterator[str]:
     eqn = program.eqns[way.node]
     wanted = "cond" if isinstance(way, Conditional) else "scan"
     if eqn.primitive.name != wanted:
@@ -127,12 +124,7 @@ def _loop_faults(program: Program, eqn: Any, loop: Loop) -> Iterator[str]:
         yield f"{n_steps} steps do not fall into blocks of {list(sizes)}"
     if not 0 <= loop.kept_steps <= n_steps or (loop.unrolled == length and (sizes or loop.kept_steps)):
         yield f"of {n_steps} steps {loop.kept_steps} are kept"
-    n_consts, n_carry = compat.scan_sizes(eqn)
-    n_consts += len(body.consts)
-    if loop.begin:
-        body = rotated(body, n_consts, n_carry, loop.begin).body
-    elif loop.unrolled > 1:
-        body = unrolled(body, n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
+    body, *_ = turned(program, loop)
     n_made = len(body.graph.values) - len(body.invars)
     if not all(0 <= v < n_made for v in (*loop.saved, *(loop.kept_saved or ()))):
         yield f"a step saves values that are not among the {n_made} it makes"

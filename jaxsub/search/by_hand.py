@@ -105,7 +105,7 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
             traced[piece.kind] = replace(run, free=frozenset()) if is_loops else run
     head = _head_bytes(program, pieces[-1].stop, gpu)
     found: dict[Any, Plan] = {}
-    for name, chosen in _chosen(pieces, traced):
+    for name, chosen in _chosen(pieces, traced, gpu):
         regions = [(p, traced[p.kind], chosen[p.kind]) for p in pieces]
         predicted = _predicted(program, regions, head, gpu)
         if not is_loops:
@@ -136,7 +136,8 @@ def _blocks(program: Program) -> list[_Piece]:
     return [_Piece(*span, kind, program, span, int(live[span[0]])) for span, kind in zip(spans, kinds, strict=True)]
 
 
-def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun]) -> Iterator[tuple[str, dict[Any, Choice]]]:
+def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun],
+            gpu: Target | None) -> Iterator[tuple[str, dict[Any, Choice]]]:  # fmt: skip
     """What each kind of piece saves: by each policy, and by the minimum cuts of the commonest kind and others' like."""
     firsts = {piece.kind: piece for piece in reversed(pieces)}
     for name, saves in POLICIES.items():
@@ -144,7 +145,7 @@ def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun]) -> Iterat
     hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
     most = max(hulls[kind][0].recompute_flops for kind in hulls)
     lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
-    for kept in _names_one_by_one(firsts[lead], traced[lead]):
+    for kept in _names_one_by_one(firsts[lead], traced[lead], gpu):
         saves = _by_names(kept)
         yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
     for choice in hulls[lead]:
@@ -157,16 +158,23 @@ def _by_names(names: Collection[str]) -> Saves:
     return lambda eqn: compat.given_name(eqn) in names
 
 
-def _names_one_by_one(piece: _Piece, run: TracedRun) -> Iterator[tuple[str, ...]]:
-    """Of the user's names ever more, next the one that spares most recomputation a byte."""
+def _names_one_by_one(piece: _Piece, run: TracedRun, gpu: Target | None) -> Iterator[tuple[str, ...]]:
+    """Of the user's names ever more, next the one that spares most recomputation a byte; of alike ones the smallest."""
+
+    def need(choice: Choice) -> int:
+        return live_ranges.backward_bytes(run, choice.saved, gpu=gpu)
+
     eqns = piece.program.eqns[piece.run[0] : piece.run[1]]
     left = list(dict.fromkeys(name for eqn in eqns if (name := compat.given_name(eqn)) is not None))
     kept: tuple[str, ...] = ()
     now = choice_of(run, ())
     while len(left) > 1:  # all of them are a policy of their own
-        tried = [(choice_of(run, piece.saved(_by_names((*kept, name)))), name) for name in left]
-        now, name = max(tried, key=lambda t: (now.recompute_flops - t[0].recompute_flops)
-                        / max(t[0].saved_bytes - now.saved_bytes, 1))  # fmt: skip
+        tried = {name: choice_of(run, piece.saved(_by_names((*kept, name)))) for name in left}
+        worth = {name: (now.recompute_flops - choice.recompute_flops) / max(choice.saved_bytes - now.saved_bytes, 1)
+                 for name, choice in tried.items()}  # fmt: skip
+        alike = [name for name in left if worth[name] >= (1 - TUNING.alike) * max(worth.values())]
+        name = min(alike, key=lambda name: (tried[name].saved_bytes, need(tried[name]))) if len(alike) > 1 else alike[0]
+        now = tried[name]
         left.remove(name)
         kept = (*kept, name)
         yield kept

@@ -16,7 +16,7 @@ from itertools import accumulate
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.decisions import Inside, Slices
-from jaxsub.core.figures import recomputed_share
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
@@ -68,9 +68,8 @@ def best(found: Iterable[Candidate], price: float = 0.0) -> list[Candidate]:
 
 def finished(pricer: Pricer, plan: Plan) -> Plan:
     """A plan with its seconds, and its own predicted peak as its budget."""
-    predicted = plan.prediction.temp_bytes if plan.prediction is not None else 1
     plan = keep_out(pricer.timed(plan), pricer.program.graph.pinned())
-    return finish(pricer.program, plan, Budget(max(1, predicted)))
+    return finish(pricer.program, plan, Budget(max(1, predicted_bytes(plan))))
 
 
 def _as_it_stands(pricer: Pricer) -> Iterator[Candidate]:

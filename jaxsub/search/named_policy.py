@@ -77,18 +77,7 @@ class _Region:
 
 
 def policy_names(program: Program, plan: Plan) -> PolicyNames:
-    """What the regions of a plan save, by name, or what no policy of names can say; the program is in the plan's order.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.ad_checkpoint import checkpoint_name
-        >>> from jaxsub.core.budget import Budget
-        >>> from jaxsub.core.decisions import Segment
-        >>> from jaxsub.jaxpr.trace import trace
-        >>> program = trace(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "wave")).sum(), (jnp.ones(3),), {})
-        >>> policy_names(program, Plan(program.fingerprint, Budget(), 4, (Segment(0, 4, (2,)),)))
-        PolicyNames(saved=('wave',), offloaded=(), recomputed=(), unsaid=())
-    """
+    """What the regions of a plan save, by name, or what no policy of names can say; of a program in its order."""
     if unsaid := tuple(dict.fromkeys(_unsaid(program, plan))):
         return PolicyNames(unsaid=unsaid)
     places: dict[str, set[str]] = {}

@@ -105,7 +105,7 @@ class Verifier:
 
     def empty(self) -> Plan:
         """The plan of doing nothing."""
-        return _empty(self.program)
+        return Plan(self.program.fingerprint, Budget(), len(self.program.eqns), planner="plain")
 
     def plain(self) -> Plan:
         """The plan of doing nothing, measured."""
@@ -155,10 +155,6 @@ def recalled(store: Store, key: str, target: Target) -> Measurement | None:
     """A measurement for a target from a store; `None` where there is none, or one that no compiler reports."""
     found: Measurement | None = store.get(key, Measurement)
     return found if found is not None and found.target == target.name and not found.faults() else None
-
-
-def _empty(program: Program) -> Plan:
-    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
 def live_at_peak(plan: Plan) -> tuple[tuple[int, str], ...]:
@@ -243,12 +239,8 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     finer = required if head is None else {*required, head}
     ways = [(windows[0], required), *((w, finer) for w in windows)]
     choices = dict.fromkeys(find_cuts(graph, window=w, required=cuts) for w, cuts in ways)
-    return [cuts for cuts in choices if _longest(cuts) <= MOST_EQUATIONS] or list(choices)
-
-
-def _longest(cuts: Sequence[int]) -> int:
-    """How many equations the longest stage has."""
-    return max((stop - start for start, stop in pairwise(cuts)), default=0)
+    short = (cuts for cuts in choices if all(stop - start <= MOST_EQUATIONS for start, stop in pairwise(cuts)))
+    return list(short) or list(choices)
 
 
 def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
-from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, Slices, Way, walk
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, Slices, walk
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
@@ -84,7 +84,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent=indent + " " * 11, drop_whitespace=True)
 
 
-def ways_lines(ways: Sequence[Way], opened: Sequence[Steps], indent: str = "") -> Iterator[str]:
+def ways_lines(ways: Sequence[ControlFlow], opened: Sequence[Steps], indent: str = "") -> Iterator[str]:
     """How loops and the branches of conditionals run, what each step saves and recomputes, what is inside indented."""
     told, known = {way.node: way for way in ways}, {steps.node: steps for steps in opened}
     for node in sorted({*told, *known}):
@@ -128,7 +128,7 @@ def steps_words(steps: Steps) -> tuple[str, str]:
     return saves, f"{steps.recomputed_share:.0%} of a {unit}'s forward pass: {', '.join(rows)}"
 
 
-def _steps_lines(steps: Steps, ways: Sequence[Way], inside: str, indent: str = "") -> Iterator[str]:
+def _steps_lines(steps: Steps, ways: Sequence[ControlFlow], inside: str, indent: str = "") -> Iterator[str]:
     saves, recomputes = steps_words(steps)
     yield from _wrapped(f"{indent}  in each: {inside}") if inside else ()
     yield f"{indent}  saves    {saves}"

@@ -20,14 +20,7 @@ OWN = ("memory", "plan", "target", "cache", "progress", "fuse_updates")
 
 
 def check_jit_kwargs(given: dict[str, Any]) -> None:
-    """Refuse what `jax.jit` does not take, before anything is called; say what is close.
-
-    Example:
-        >>> check_jit_kwargs({"donate_args": 0})
-        Traceback (most recent call last):
-        ...
-        TypeError: jaxsub.jit takes no 'donate_args'; did you mean 'donate_argnums'? ...
-    """
+    """Refuse what `jax.jit` does not take, before anything is called; say what is close."""
     taken = sorted({*inspect.signature(jax.jit).parameters, *OWN} - {"fun"})
     for name in given:
         if name not in taken:

@@ -17,9 +17,8 @@ from jax.tree_util import SequenceKey, keystr
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.figures import recomputed_share
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
-from jaxsub.core.plan import Plan
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.annotate import opened
@@ -119,17 +118,13 @@ def report(n_bytes: int, plain: Measurement, best: Attempt, held: Sequence[Argum
     for key, site in best.trial.sites.items():
         found = best.plans[key]
         own = found.budget if best.trial.are_given else site.settings.budget
-        plan = finish(site.program, found, own if found is site.own else Budget(max(1, _predicted(found))))
+        plan = finish(site.program, found, own if found is site.own else Budget(max(1, predicted_bytes(found))))
         with site.axes():
             warn_of_repeated(site.program, found)
             plan = opened(site.program, plan, best.trial.target, store)
         sites.append(PlannedSite(site.name, best.trial.calls[key], plan))
     return StepReport(n_bytes, plain, best.measurement, tuple(held), tuple(sites), n_compiles,
                       best.updates.fused, best.updates.whole, best.updates.ordered, best.updates.passes)  # fmt: skip
-
-
-def _predicted(plan: Plan) -> int:
-    return plan.prediction.temp_bytes if plan.prediction is not None else 1
 
 
 def arguments_of(

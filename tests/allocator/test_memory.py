@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from allocation_machine import replay
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from jaxsub.allocator import (
     allocate,
     forward_graph,
     gradient_graph,
-    replay,
     timeline,
 )
 from jaxsub.core.graph import Graph, graph_of
