@@ -44,6 +44,7 @@ class Option:
         loop_seconds: `loop_flops` in seconds, where known.
         saved_sizes: Bytes of each of the values that `saved_bytes` counts, where known.
         offloaded: Those of `saved` that are in host memory; negative offsets are values of earlier stages.
+        is_hoisted: Whether `saved_bytes` are of arrays that are made when the program starts: no nest spares them.
     """
 
     saved: tuple[int, ...] = ()
@@ -57,6 +58,7 @@ class Option:
     loop_seconds: float = 0.0
     saved_sizes: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
+    is_hoisted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +276,21 @@ class Chain:
     def kept_bytes(self, run: Run) -> int:
         """Sum the bytes that are live between a run's passes beyond the values that cross the cuts at its ends."""
         if run.children:
-            return sum(s.hoisted_bytes for s in self.stages[run.start : run.stop])
+            return sum(self._hoisted_bytes(child) for child in run.children)
         if run.option is not None:
             return run.option.saved_bytes
         inside = sum(self.stages[s].keep_bytes for s in range(run.start, run.stop))
         crossing = int(self.crossing_bytes[run.start, run.stop])
         made = sum(int(self.crossing_bytes[s, s + 1]) for s in range(run.start, run.stop))
         return inside + max(0, made - crossing)
+
+    def _hoisted_bytes(self, run: Run) -> int:
+        """Sum the bytes of a run that are live even where a nest around it saves nothing."""
+        if run.children:
+            return sum(map(self._hoisted_bytes, run.children))
+        if run.option is not None and run.option.is_hoisted:
+            return run.option.saved_bytes
+        return sum(s.hoisted_bytes for s in self.stages[run.start : run.stop])
 
     def plain(self) -> tuple[Run, ...]:
         """Make the runs of no rematerialisation: every stage unwrapped."""

@@ -200,6 +200,8 @@ class Pricer:
         dead_bytes = self._dead_bytes(start, stop, dead, is_last)
         what = self._hoisting(start, stop, zeros)
         hoisted = self._bytes(what, start, stop, ()) if what else 0
+        if self._is_cpu and self.program.eqns[start].primitive.name == "scan":
+            hoisted = max(hoisted, keep)  # what a loop keeps it stacks in zeros
         ahead = hoisted if what == TOGETHER else 0
         sums = summed_sizes(graph, cuts, start, stop)
         sizes = self._kept_sizes(start, stop, 0 if is_last else keep - dead_bytes)
@@ -278,10 +280,13 @@ class Pricer:
         for c in self._loop_choices[kind]:
             loop, flops = replace(c.loop, node=0), c.recompute_flops
             seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
+            # the zeros that a loop stacks values in are made when a CPU's program starts: no region spares them
+            is_hoisted = self._is_cpu and isinstance(c, LoopChoice) and c.loop.unrolled == 1
             if isinstance(c, LoopChoice) or not c.is_region:
                 kept = min(c.kept_bytes, c.transient_bytes)
-                yield Option((), kept, c.transient_bytes, flops, seconds, (loop,), flops, False, seconds)
-            if c.transient_bytes < least_bytes and stage.stop < len(self.program.eqns):
+                yield Option((), kept, c.transient_bytes, flops, seconds, (loop,), flops, False, seconds,
+                             is_hoisted=is_hoisted)  # fmt: skip
+            if c.transient_bytes < least_bytes and stage.stop < len(self.program.eqns) and not is_hoisted:
                 least_bytes = c.transient_bytes
                 yield Option((), 0, c.transient_bytes, stage.tail_flops + flops, stage.tail_seconds + seconds, (loop,),
                              flops, loop_seconds=seconds)  # fmt: skip

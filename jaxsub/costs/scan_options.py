@@ -3,12 +3,13 @@
 A scan over L steps is L equal stages. A choice for it consists of: the values that a step saves, from all to named
 values of its body (the minimum cut of `jaxsub.partition.min_cut`, on the body) to its carry alone; the sizes of nested
 blocks of steps, each recomputed from its first carry; how many of the last steps are outside all blocks and are not
-recomputed; a plan inside the body, of its stages and of the loops in it; and where in the body steps begin
-(`jaxsub.emission.scan_rotation`). The cost model is:
+recomputed; and a plan inside the body, of its stages and of the loops in it. The cost model is:
 
-    kept        carries at the starts of the outermost blocks, and the residuals of the steps outside them
+    kept        carries at the starts of the outermost blocks, and the residuals of the steps outside them; on a CPU
+                the zeros too in which gradients are stacked and summed, which are made when the program starts
     transient   the kept; for each level the carries it starts from and the gradients of slices of xs that it copies;
-                the transient of one step's backward pass
+                the transient of one step's backward pass; the cotangents of ys that come in, and the gradients that go
+                out and are no results of the program
     recompute   a forward pass for each level, and the FLOPs whose results a step does not save
 
 All steps of a short loop may also be unrolled and planned as a program of their own, where that needs much less. The
@@ -32,7 +33,6 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, body_plans, evenly
 from jaxsub.devices.targets import Target
-from jaxsub.emission.scan_rotation import best_place, rotated
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, with_loops
 from jaxsub.jaxpr import compat
@@ -73,12 +73,44 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
+class _Ends:
+    """Bytes that a loop's backward pass holds from its first step to its last.
+
+    Attributes:
+        cotangent_bytes: Of the cotangents of ys, which it is given.
+        slice_bytes: Of the gradients of xs that it returns, without those that are results of the program.
+        const_bytes: Of the sums of constants' gradients, without those that are results of the program.
+    """
+
+    cotangent_bytes: int
+    slice_bytes: int
+    const_bytes: int
+
+    @classmethod
+    def of(cls, program: Program, node: int) -> _Ends:
+        """Read them off the program around the loop."""
+        eqn, graph = program.eqns[node], program.graph
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        last, made = graph.last_uses(), graph.made_by(node, node + 1)
+        read = (v for v in made[n_carry:] if last[v] > node and graph.values[v].is_differentiated)
+        found = {"consts": 0, "carry": 0, "xs": 0}
+        inputs = iter(graph.nodes[node].inputs)
+        for position, v in ((i, next(inputs)) for i, a in enumerate(eqn.invars) if compat.is_var(a)):
+            where = "consts" if position < n_consts else "carry" if position < n_consts + n_carry else "xs"
+            is_result = graph.values[v].producer is None and not graph.is_joined(v, node + 1)
+            if graph.values[v].is_differentiated and not is_result:
+                found[where] += graph.values[v].n_bytes
+        return cls(sum(graph.values[v].n_bytes for v in read), found["xs"], found["consts"])
+
+
+@dataclass(frozen=True, slots=True)
 class _Body:
     """A loop's body: bytes of carry, slices of xs, their gradients and those of constants; FLOPs; choices of a step."""
 
     node: int
-    begin: int
     length: int
+    ends: _Ends
+    is_cpu: bool
     carry_bytes: int
     slice_bytes: int
     slice_gradient_bytes: int
@@ -102,19 +134,17 @@ def loop_choices(
     Returns:
         The choices, the one of least recompute first, without the plain loop. Their loops' node is `node`.
     """
-    found: list[LoopChoice] = []
-    for body in _bodies(program, node, body_chain, gpu):
-        sizes, tails = _block_sizes(body.length), _tails(body)
-        pairs = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
-        rest = {blocks: body.length % blocks[0] if blocks else 0 for blocks in sizes}
-        whole = _pareto([_choice(body, step, blocks, rest[blocks], tail) for step, blocks in pairs
-                         for tail in (tails if rest[blocks] else (body.plain,))])  # fmt: skip
-        found += whole
-        for c in whole:
-            if len(c.loop.blocks) == 1 or (not c.loop.blocks and c.loop.is_recomputed):
-                fields = replace(c.loop, blocks=(), kept_steps=0, kept_saved=None)
-                step = next(s for s in body.steps if fields == Loop(node, begin=body.begin, **s.fields))
-                found += _tailed(body, step, c.loop.blocks)
+    body = _body(program, node, body_chain, gpu)
+    sizes, tails = _block_sizes(body.length), _tails(body)
+    pairs = [(step, blocks) for step in body.steps for blocks in sizes if not _is_ignored(step, blocks)]
+    rest = {blocks: body.length % blocks[0] if blocks else 0 for blocks in sizes}
+    found = _pareto([_choice(body, step, blocks, rest[blocks], tail) for step, blocks in pairs
+                     for tail in (tails if rest[blocks] else (body.plain,))])  # fmt: skip
+    for c in tuple(found):
+        if len(c.loop.blocks) == 1 or (not c.loop.blocks and c.loop.is_recomputed):
+            fields = replace(c.loop, blocks=(), kept_steps=0, kept_saved=None)
+            step = next(s for s in body.steps if fields == Loop(node, **s.fields))
+            found += _tailed(body, step, c.loop.blocks)
     if body_chain is not None:
         found += [c for c in _unrolled(program, node, body_chain) if _is_much_less(c, found)]
     return tuple(c for c in _thinned(_pareto(found)) if c.loop != Loop(node))
@@ -140,25 +170,9 @@ def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:
                    and TUNING.much_less * c.transient_bytes <= choice.transient_bytes for c in others)  # fmt: skip
 
 
-def _bodies(program: Program, node: int, body_chain: BodyChain | None, gpu: Target | None) -> Iterator[_Body]:
-    """Yield the loop's body, and where it is small, the body of the loop whose steps begin in mid-step."""
+def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target | None) -> _Body:
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
-    length, begin = eqn.params["length"], best_place(body)
-    yield _body(body, node, length, (n_consts, n_carry), body_chain, gpu)
-    ys_bytes = sum(aval_bytes(v.aval) for v in body.outvars[n_carry:])
-    carry_bytes = sum(aval_bytes(v.aval) for v in body.outvars[:n_carry])
-    n_costly = sum(n.is_costly for n in body.graph.nodes)
-    is_small = n_costly < TUNING.few_costly < length and ys_bytes <= carry_bytes / 4
-    if begin and is_small and not find_loops(body):
-        rotation = rotated(body, n_consts, n_carry, begin)
-        found = _body(rotation.body, node, length - 1, (n_consts, rotation.n_carry), None, gpu)
-        yield replace(found, begin=begin)
-
-
-def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], body_chain: BodyChain | None,
-          gpu: Target | None) -> _Body:  # fmt: skip
-    n_consts, n_carry = n_inputs
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
     sizes = [aval_bytes(v.aval) for v in body.invars]
     carry = range(n_consts, n_consts + n_carry)
@@ -175,8 +189,9 @@ def _body(body: Program, node: int, length: int, n_inputs: tuple[int, int], body
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
     return _Body(
         node=node,
-        begin=0,
-        length=length,
+        length=eqn.params["length"],
+        ends=_Ends.of(program, node),
+        is_cpu=gpu is None,
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
         slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
@@ -219,7 +234,7 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_c
     residuals = {r for r in traced.residuals if compat.is_var(r) and r not in given}
     kept = sum(aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype"))
     inside = Inside(ways=inner)
-    yield _Step({"inside": inside}, kept, kept + need(()), inner_flops)
+    yield _Step({"inside": inside}, kept, need(()), inner_flops)
     # a carried value is stacked a second time when it is saved by name, so no value is free here
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         flops = choice.recompute_flops + inner_flops
@@ -295,15 +310,21 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     tail_bytes = tail.kept_bytes + (body.slice_bytes if tail is body.plain else 0)
     kept = starts[0] + kept_steps * tail_bytes
     copies = sum(sizes[1:]) * body.slice_gradient_bytes + slices
-    # the tail's residuals are dead when the blocks run backward; gradients of parts of xs are live until concatenated
-    in_tail = kept + tail.transient_bytes if kept_steps else 0
-    parts = body.length * body.slice_gradient_bytes if kept_steps or body.begin else 0
-    kept += parts
-    transient = max(sum(starts) + copies + inside, in_tail) + parts
+    # gradients of parts of xs are live until they are concatenated, the larger in the place of a result of the program,
+    # and each part sums those of constants by itself
+    ends, parts = body.ends, body.ends.slice_bytes
+    if kept_steps:
+        results = body.length * body.slice_gradient_bytes - parts
+        parts += results * min(n, body.length - n) // body.length
+    sums = ends.const_bytes + (body.gradient_bytes if kept_steps else 0)
+    hoisted = parts + sums if body.is_cpu else 0
+    # the tail's residuals are dead when the blocks run backward
+    in_tail = kept + tail.transient_bytes + body.gradient_bytes + 2 * body.carry_bytes if kept_steps else 0
+    transient = max(sum(starts) + copies + inside, in_tail) + parts + sums + ends.cotangent_bytes
+    kept += hoisted
     flops = n * (levels * body.flops + step.recompute_flops) + kept_steps * tail.recompute_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
-                kept_saved=tail.fields.get("saved") if kept_steps else None, begin=body.begin,
-                **step.fields)  # fmt: skip
+                kept_saved=tail.fields.get("saved") if kept_steps else None, **step.fields)  # fmt: skip
     return LoopChoice(loop, kept, transient, flops)
 
 
@@ -312,7 +333,7 @@ def _pareto(found: Sequence[LoopChoice]) -> list[LoopChoice]:
     best: list[LoopChoice] = []
 
     def rank(c: LoopChoice) -> tuple[float, ...]:
-        return c.recompute_flops, c.transient_bytes, c.kept_bytes, c.loop.kept_steps, c.loop.begin
+        return c.recompute_flops, c.transient_bytes, c.kept_bytes, c.loop.kept_steps
 
     for c in sorted(found, key=rank):
         if not any(b.kept_bytes <= c.kept_bytes and b.transient_bytes <= c.transient_bytes for b in best):

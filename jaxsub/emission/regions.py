@@ -47,14 +47,20 @@ Step = Callable[[Env], None]
 
 
 def with_regions(
-    program: Program, segments: Sequence[Segment], barriers: Sequence[int], scope: str = "jaxsub"
+    program: Program,
+    segments: Sequence[Segment],
+    barriers: Sequence[int],
+    scope: str = "jaxsub",
+    *,
+    holds_weights: bool = True,
 ) -> Callable[..., list[Any]]:
     """Make a function of a program's flat inputs, constants first, that returns its flat outputs.
 
-    It has these outermost regions, in a scope of this name, and a gradient barrier in front of these nodes.
-    `PlannerError` if a region cannot save its saved values.
+    It has these outermost regions, in a scope of this name, and a gradient barrier in front of these nodes; barriers
+    hold weights too unless told otherwise: what one returns is a value of its own, and in a step that is no region
+    every step would save a copy of its weights. `PlannerError` if a region cannot save its saved values.
     """
-    return _Emitter(program, tuple(sorted(set(barriers)))).function(segments, scope)
+    return _Emitter(program, tuple(sorted(set(barriers))), holds_weights).function(segments, scope)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +80,7 @@ class _Region:
 class _Emitter:
     program: Program
     barriers: tuple[int, ...]
+    holds_weights: bool = True
     variables: list[Any] = field(init=False)
     last_use: tuple[int, ...] = field(init=False)
     gradient_use: tuple[int, ...] = field(init=False)
@@ -114,7 +121,7 @@ class _Emitter:
         for number, (piece, segment) in enumerate(self._pieces(start, stop, segments)):
             if piece.start != start and self._fences(piece.start - 1, piece.start + 1):
                 crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
-                weights = self._weights_read(piece)
+                weights = self._weights_read(piece) if self.holds_weights else []
                 fenced.update(weights)
                 weights = [w for w in weights if w not in crossing]
                 last_first = (*weights[::-1], *reversed(crossing))

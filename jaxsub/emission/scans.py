@@ -106,9 +106,10 @@ def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Seq
     return lambda args: jax.lax.switch(args[0], branches, *args[1:])
 
 
-def _planned(body: Program, inside: Inside) -> Callable[..., list[Any]]:
+def _planned(body: Program, inside: Inside, *, holds_weights: bool = True) -> Callable[..., list[Any]]:
     """Make a function of a body or branch under a plan."""
-    function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="")
+    function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="",
+                            holds_weights=holds_weights)  # fmt: skip
     dtypes = [a.aval.dtype for a in body.outvars]
     return lambda *args: [o if isinstance(o, jax.Array) else jnp.asarray(o, d)
                           for o, d in zip(function(*body.consts, *args), dtypes, strict=True)]  # fmt: skip
@@ -175,10 +176,13 @@ class _Scan:
             shift = (1, 0) if eqn.params["reverse"] else (0, 1)
             ahead = (shift[0],) * len(rotation.here) + (shift[1],) * len(rotation.ahead)
         is_split = bool(loop.blocks or loop.kept_steps or rotation)
-        plain, named = _step(body, n_carry, loop.inside, loop.saved), _step(body, n_carry, Inside(), loop.kept_saved)
+        is_region = loop.is_recomputed or loop.unrolled == eqn.params["length"]
+        plain = _step(body, n_carry, loop.inside, loop.saved, holds_weights=is_region)
+        named = _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts, ahead) if is_split else plain
         if loop.kept_saved is not None:
-            named = _region(_indexed(named, n_consts, ahead), loop.kept_saved)
+            # a loop of one step is none to the compiler
+            named = _region(_indexed(named, n_consts, ahead), loop.kept_saved, prevent_cse=loop.kept_steps == 1)
         if loop.is_recomputed:  # in a loop CSE finds nothing equal, elsewhere it must be prevented
             step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
         return cls(eqn, loop, step, named, rotation)
@@ -273,9 +277,11 @@ class _Scan:
         return tuple(jnp.concatenate(pair) for pair in pairs)
 
 
-def _step(body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None) -> Step:
+def _step(
+    body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None, *, holds_weights: bool = True
+) -> Step:
     """Make a step from the body, under a plan or with some of its values named."""
-    function = _named(body, saved) if saved else _planned(body, inside)
+    function = _named(body, saved) if saved else _planned(body, inside, holds_weights=holds_weights)
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         outs = tuple(function(*consts, *carry, *x))

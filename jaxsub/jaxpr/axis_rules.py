@@ -349,6 +349,6 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     "gather": _gather,
-    "sharding_constraint": _unless(_has_no_mesh, "it has no mesh"),
+    "sharding_constraint": _unless(_has_no_mesh, "has no mesh"),
     **{f"dot_product_attention_{way}_wrapper": _cudnn_attention for way in ("fwd", "bwd")},
 }  # fmt: skip

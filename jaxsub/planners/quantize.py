@@ -6,7 +6,7 @@ transient bytes up. The slot size is chosen so that the most frequent stored siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,9 +85,12 @@ def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
     cotangents = nearest(chain.cotangent_bytes[0, 1:], unit_bytes)
     kept = _column(chain, "keep_bytes") + crossing[np.arange(n), np.arange(1, n + 1)]
     choices = tuple(tuple(_choices(chain, s, unit_bytes)) for s in range(n))
+    hoisted = _least_hoisted(chain)
+    inner = (tuple(c for c in some if may_nest(chain, c.option) and _spares(c.option, least))
+             for some, least in zip(choices, hoisted, strict=True))  # fmt: skip
     return Costs(
         chain, unit_bytes, n_slots,
-        stored=nearest(crossing + _hoisted(chain), unit_bytes),
+        stored=nearest(crossing + _summed(hoisted), unit_bytes),
         forward=up(_forward(chain), unit_bytes),
         flops=_recompute_flops(chain),
         cotangents=cotangents,
@@ -95,7 +98,7 @@ def costs_of(chain: Chain, max_bytes: int, slots: int) -> Costs:
         kept=nearest(kept, unit_bytes),
         kept_back=up(_column(chain, "keep_transient_bytes") + around, unit_bytes),
         choices=choices,
-        inner=tuple(tuple(c for c in some if may_nest(chain, c.option)) for some in choices),
+        inner=tuple(inner),
         barred=np.where(np.arange(n_slots + 1) < cotangents[:, None], INFINITE, np.float32(0)),
         most_cotangents=np.maximum.accumulate(cotangents[::-1])[::-1],
     )  # fmt: skip
@@ -131,9 +134,23 @@ def _column(chain: Chain, name: str) -> np.ndarray:
     return np.array([getattr(stage, name) for stage in chain.stages], dtype=np.int64)
 
 
-def _hoisted(chain: Chain) -> np.ndarray:
-    """Bytes that the compiler hoists for stages `s .. q - 1`, as `[s, q]`; zero for q <= s."""
-    before = np.concatenate([[0], np.cumsum(_column(chain, "hoisted_bytes"))])
+def _least_hoisted(chain: Chain) -> list[int]:
+    """For each stage the least bytes that it keeps in nests: of loops whose saved bytes no nest spares the fewest."""
+    found: dict[int, int] = {}
+    for item in chain.items:
+        for option in item.options:
+            if option.is_hoisted:
+                found[item.start] = min(found.get(item.start, option.saved_bytes), option.saved_bytes)
+    return [found.get(s, stage.hoisted_bytes) for s, stage in enumerate(chain.stages)]
+
+
+def _spares(option: Option, least_bytes: int) -> bool:
+    return not option.is_hoisted or option.saved_bytes <= least_bytes
+
+
+def _summed(each: Sequence[int]) -> np.ndarray:
+    """Sums over stages `s .. q - 1`, as `[s, q]`; zero for q <= s."""
+    before = np.concatenate([[0], np.cumsum(each)])
     table: np.ndarray = np.maximum(before[None, :] - before[:-1, None], 0)
     return table
 

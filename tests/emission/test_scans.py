@@ -241,7 +241,7 @@ def test_no_offered_way_is_worse_than_another(f):
     program = trace(f, (WS, X), {}, argnums=(0, 1))
     for node in find_loops(program):
         found = [(c.kept_bytes, c.transient_bytes, c.recompute_flops) for c in loop_choices(program, node)]
-        assert len(found) > 2
+        assert len(found) > 1
         assert not [(a, b) for a in found for b in found if a != b and all(x <= y for x, y in zip(a, b, strict=True))]
 
 
@@ -342,3 +342,36 @@ def test_without_a_compiler_a_gpus_loops_are_counted_by_its_rules():
     needs = [analytic.backward_bytes(traced, (), gpu=g) for g in (None, gpu)]
     assert needs[0] != needs[1]
     assert ways[1].transient_bytes - ways[0].transient_bytes == needs[1] - needs[0]
+
+
+def two_products(ws, x):
+    """Eight layers of two products whose weights are much larger than what they are read with."""
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]), None), x, ws)[0] ** 2)
+
+
+def test_a_barrier_in_a_step_copies_no_weights():
+    """What a step that is no region reads behind a barrier it would save, for every step."""
+    ws, x = (jnp.ones((8, 64, 64)), jnp.ones((8, 64, 64))), jnp.ones((8, 64))
+    loss = looped(two_products, Loop(0, inside=Inside((Segment(0, 2), Segment(2, 4)), (2,))), ws, x)
+    assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(ws, x))
+    plain = jaxsub.measure(two_products, ws, x).temp_bytes
+    assert jaxsub.measure(loss, ws, x).temp_bytes < plain + ws[0].nbytes / 2
+
+
+def long_steps(ws, x):
+    """Two steps of sixteen products before a wide one."""
+
+    def step(x, w):
+        for _ in range(16):
+            x = jnp.tanh(x @ w)
+        return x, None
+
+    return jnp.mean(jnp.tanh(lax.scan(step, x, ws[:2])[0] @ jnp.ones((8, 256))) ** 2)
+
+
+def test_one_last_step_is_recomputed_too():
+    """A loop of one step is none to the compiler, which would compute only once what it needs twice."""
+    x = jnp.ones((512, 8))
+    ways = [Loop(0, (), True, kept_steps=1, kept_saved=saved) for saved in ((), None)]
+    again, kept = (jaxsub.measure(looped(long_steps, way, WS, x), WS, x).temp_bytes for way in ways)
+    assert again < kept - 12 * x.nbytes

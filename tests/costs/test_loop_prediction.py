@@ -1,0 +1,89 @@
+"""What loops with choices need, beside what the compiler allocates."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Run
+from jaxsub.core.plan import plan_from_runs
+from jaxsub.core.simulate import predict
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.jaxpr.trace import trace
+from jaxsub.search.verify import Verifier, cut_choices
+
+X = jnp.ones((48, 8, 64))
+
+
+def wide_xs_and_ys(ws, x):
+    """Slices of xs and ys are eight times the carry, and neither are inputs or outputs of the program."""
+
+    def step(h, x):
+        h = jnp.tanh(h @ ws[1] + x @ ws[2])
+        return h, jnp.sin(x) * jnp.tile(h, (1, 8))
+
+    _, ys = lax.scan(step, jnp.zeros((8, 16)), jnp.sin(x @ ws[0]))
+    return jnp.mean(jnp.tanh(ys @ ws[3]) ** 2)
+
+
+def recurrent(ws, x):
+    """Every carry is a result, and xs are an input of the program."""
+
+    def step(h, x):
+        z, r = jnp.split(jnp.tanh(x @ ws[0] + h @ ws[1]), 2, -1)
+        h = (1 - z) * jnp.tanh(x @ ws[2] + (r * h) @ ws[3]) + z * h
+        return h, h
+
+    _, ys = lax.scan(step, jnp.zeros((8, 64)), x)
+    return jnp.mean(jnp.tanh(ys @ ws[4]) ** 2)
+
+
+def layers(ws, x):
+    def step(x, w):
+        return x + jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+    return jnp.mean(lax.scan(step, x, ws)[0] ** 2)
+
+
+PROGRAMS = {
+    "wide": (wide_xs_and_ys, ([jnp.ones(s) for s in ((64, 128), (16, 16), (128, 16), (128, 32))], X)),
+    "recurrent": (recurrent, ([jnp.ones((64, n)) for n in (128, 128, 64, 64, 64)], X)),
+    "layers": (layers, (jnp.ones((24, 64, 64)), jnp.ones((256, 64)))),
+}
+KINDS = {
+    "each step": lambda loop: not loop.blocks and not loop.kept_steps,
+    "blocks": lambda loop: loop.blocks and not loop.kept_steps,
+    "last steps kept": lambda loop: loop.kept_steps and not loop.blocks,
+    "blocks and last steps": lambda loop: loop.kept_steps and loop.blocks,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_live_in_a_loop_is_counted(name, kind):
+    """Cotangents of ys, gradients of xs that are no results, sums of the parts' own: within a tenth of what is held."""
+    loss, args = PROGRAMS[name]
+    pricer = Pricer(trace(loss, args, {}), get_target("cpu"))
+    chain = pricer.chain(cut_choices(pricer.program)[0])
+    found = [(item.start, option) for item in chain.items if item.stop == item.start + 1 for option in item.options
+             if option.loops and KINDS[kind](option.loops[0]) and option.loops[0].unrolled == 1]  # fmt: skip
+    stage, option = min(found, key=lambda f: f[1].saved_bytes + f[1].transient_bytes)
+    runs = [Run(s, s + 1, option if s == stage else None) for s in range(len(chain.stages))]
+    plan = plan_from_runs(chain, runs, budget=Budget(None), planner="optimal")
+    measured = Verifier(pricer).measure(plan).temp_bytes
+    assert predict(chain, runs).temp_bytes / measured == pytest.approx(1, abs=0.1)
+
+
+def test_no_nest_spares_what_a_loop_stacks():
+    """On a CPU the zeros that a loop inside a nest stacks values in are live from when the program starts."""
+    loss, args = PROGRAMS["recurrent"]
+    pricer = Pricer(trace(loss, args, {}), get_target("cpu"))
+    chain = pricer.chain(cut_choices(pricer.program)[0])
+    stage, option = next((i.start, o) for i in chain.items for o in i.options if o.loops and not o.is_region)
+    inside = [Run(s, s + 1, option if s == stage else None) for s in range(stage + 2)]
+    runs = [chain.nest(0, stage + 2, inside), *(Run(s, s + 1) for s in range(stage + 2, len(chain.stages)))]
+    assert chain.kept_bytes(runs[0]) >= option.saved_bytes
+    plan = plan_from_runs(chain, runs, budget=Budget(None), planner="optimal")
+    measured = Verifier(pricer).measure(plan).temp_bytes
+    assert predict(chain, runs).temp_bytes / measured == pytest.approx(1, abs=0.2)
