@@ -296,8 +296,10 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
         try:
             inside = whole(one, Budget(max(1, needed - (refusals[-1].least_bytes - n_bytes))), True)
-        except InfeasibleBudgetError:  # its budget is that of a slice: report the whole program's
-            raise refusals[-1] from None
+        except InfeasibleBudgetError as refused:  # its budget is that of a slice: report the whole program's
+            if refused.least_bytes >= needed:
+                break
+            inside = whole(one, Budget(refused.least_bytes), True)
         found = Inside(inside.segments, inside.barriers, inside.loops)
         runs, needed = (replace(runs[0], inside=found, extra_share=recomputed_share(inside)),), _need(inside)
-    raise refusals[-1]
+    raise min(refusals, key=lambda refused: refused.least_bytes)

@@ -4,7 +4,7 @@ Around each of the widest values, of the program and of the bodies of its loops 
 from where little is alive in front of its producer to where little is alive behind its last use, to the end of the
 program if that is the loss. Of all axes that are independent through the run the one that most of what it makes carries
 is taken. The number of slices is the least power of two that leaves the run a small share of
-the budget, and no more than leaves every product in it `least_rows` rows.
+the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxpr.product_rows`).
 
 **Rows.** A slice reads each weight twice and its running gradient twice again, in float32: with 2-byte weights 12
 bytes for 6 FLOPs a row. As many rows as keep the target's arithmetic busy meanwhile are needed, rounded up to a power
@@ -30,9 +30,9 @@ from jaxsub.costs.fusible import LOOPS
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
-from jaxsub.jaxpr.axis_bodies import Step
 from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
+from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested
@@ -57,7 +57,7 @@ class Found:
         dim: The dimension of it that does.
         axis: The axis.
         carried_bytes: Bytes of what the run makes along the axis.
-        rows: Rows of its smallest product along the axis.
+        rows: Rows of its products along the axis.
         run: The run, in the program that contains it.
         label: What it is called.
         is_head: Whether it ends the program in a loss: then no slice is recomputed.
@@ -326,7 +326,9 @@ def largest_count(found: Found, least: int) -> int:
 def _divisor(found: Found, count: int) -> int:
     """The count; where the axis is split, the next lower one that divides what each device holds."""
     each = found.axis.length // found.split.parts
-    return count if found.split.parts == 1 else next((c for c in range(count, 0, -1) if each % c == 0), 0)
+    if found.split.parts == 1:
+        return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
+    return next((c for c in range(count, 0, -1) if each % c == 0), 0)
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
@@ -400,31 +402,6 @@ def _follow_all(
         cut = frozenset((v, place.dim) for v, place in axis.cut)
         run = partial(trace_run, program, start, stop)
         is_head = program.loss is not None and stop == len(program.eqns)
-        found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, _rows(axis), run,
+        found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, rows_of(axis), run,
                            _label(program, start, stop), is_head, split=split)  # fmt: skip
     return list(found.values()), refused
-
-
-def _rows(axis: Axis) -> int:
-    """Rows of the smallest product or convolution along the axis; elements of its largest value where there is none."""
-    found = [rows for step in axis.steps if step.eqn is not None for rows in _product_rows(step)]
-    sizes = [v.aval.size for v, place in axis.places.items() if isinstance(place, Place)]
-    return min(found, default=max(sizes, default=axis.length))
-
-
-def _product_rows(step: Step) -> Iterator[int]:
-    params = step.eqn.params
-    for side, (atom, need) in enumerate(zip(step.reads, step.needs, strict=True)):
-        if need is None:
-            continue
-        shape = atom.aval.shape
-        if step.eqn.primitive.name == "dot_general":
-            contracted, batch = (dims[side] for dims in params["dimension_numbers"])
-            if need.dim in contracted:
-                yield shape[need.dim]
-            elif need.dim not in batch:
-                yield math.prod(size for d, size in enumerate(shape) if d not in contracted)
-        if step.eqn.primitive.name == "conv_general_dilated":
-            out, dims = step.writes[0].aval, params["dimension_numbers"]
-            is_batch = side == 0 and need.dim == dims.lhs_spec[0]
-            yield out.size // out.shape[dims.out_spec[1]] if is_batch else shape[need.dim]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxsub
 from jaxsub.core.plan import Plan
@@ -23,6 +24,7 @@ HEAD = {
 }
 HIDDEN = [jnp.asarray(RNG.normal(size=s) / s[0] ** 0.5, jnp.float32) for s in ((WIDTH, CLASSES), (CLASSES, WIDTH))]
 KERNELS = [jnp.asarray(RNG.normal(size=(3, 3, 3, 32)) / 6, jnp.float32)]
+DIMS = ("NHWC", "HWIO", "NHWC")
 IMAGES = jnp.asarray(RNG.normal(size=(16, 32, 32, 3)), jnp.float32)
 
 
@@ -284,6 +286,42 @@ def test_second_derivatives_of_a_plan_in_slices():
     got, wanted = products
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_classifier_of_few_rows_does_not_decide_how_many_slices():
+    """Behind convolutions of many rows, a product of 64 rows and few FLOPs leaves 8 slices and more."""
+
+    def loss(params, x):
+        for kernel in params[0]:
+            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=DIMS))
+        return jnp.mean(jnp.tanh(x.mean((1, 2)) @ params[1]) ** 2)
+
+    shapes = [(3, 3, 3, 16), (3, 3, 16, 16)], (16, 1024), (64, 32, 32, 3)
+    *params, x = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: isinstance(s[0], int)
+    )
+    program = trace(loss, (tuple(params), x), {})
+    counts = {run.count for runs in candidates(program, get_target(None), 1) for run in runs if run.length == 64}
+    assert max(counts) >= 8, counts
+
+
+def test_the_least_of_a_whole_function_in_slices_recomputes_inside_each():
+    """A budget of one byte is refused with the least of all plans inside slices, and that is met."""
+    weights, x = [jnp.eye(64) * 0.9] * 24, jnp.ones((8192, 64))
+
+    def deep(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    asked = dict(chunks={0: 8}, cache=False, progress=False)
+    kept = jaxsub.plan(deep, weights, x, verify=False, **asked).prediction.temp_bytes
+    with pytest.raises(jaxsub.InfeasibleBudgetError) as refused:
+        jaxsub.plan(deep, weights, x, budget=1, verify=False, **asked)
+    assert refused.value.least_bytes < 0.7 * kept
+    plan = jaxsub.plan(deep, weights, x, budget=int(1.1 * refused.value.least_bytes), **asked)
+    assert plan.slices[0].inside.segments
+    assert plan.measurement.temp_bytes <= 1.1 * refused.value.least_bytes
 
 
 def test_rows_of_a_slice_by_target():
