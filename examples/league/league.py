@@ -3,7 +3,7 @@
 For each model a table and a panel of one picture: temporaries of the compiled gradient, FLOPs of its trace (products
 and attention), seconds by roofline; every policy a point, `jaxsub` the line. Where `jaxsub` refuses a policy's memory,
 or takes over half a percent more FLOPs there, the cell is bold: that is a bug. The last column says how long a plan
-takes: processor seconds over those in which the plain gradient is traced, lowered and compiled.
+takes, over the time in which the plain gradient is traced, lowered and compiled.
 
     python examples/league/league.py --only llama3.2-1b     # one model, for an H100 that is not there
     python examples/league/league.py --hands                # the policies alone: a compile each
@@ -86,10 +86,10 @@ def arguments(size: Size, target: str) -> tuple[Any, ...]:
 def hand(size: Size, policy: str, target: str) -> dict[str, Any]:
     """A policy, measured."""
     fun, args = loss_of(size, policy), arguments(size, target)
-    began = time.process_time()
+    began = time.perf_counter()
     measured = jaxsub.measure(fun, *args, target=target)
-    seconds = time.process_time() - began
-    return {**figures(measured, fun, args, target), "processor_seconds": seconds}
+    seconds = time.perf_counter() - began
+    return {**figures(measured, fun, args, target), "waited": seconds}
 
 
 def by_xla(size: Size, target: str, path: Path, key: str) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def by_xla(size: Size, target: str, path: Path, key: str) -> dict[str, Any]:
 def ours(size: Size, policy: str, target: str, path: Path, key: str) -> dict[str, Any]:
     """`jaxsub` under the memory that a policy needs."""
     fun, args, budget = loss_of(size), arguments(size, target), load(path)[key]["bytes"]
-    began = time.process_time()
+    began = time.perf_counter()
     try:
         plan = jaxsub.plan(fun, *args, budget=budget, target=target, cache=False, progress=False)
     except jaxsub.InfeasibleBudgetError as refusal:
         return {"budget_bytes": budget, "least_bytes": refusal.least_bytes}
-    seconds = time.process_time() - began
+    seconds = time.perf_counter() - began
     found = figures(plan.measurement, jaxsub.sublinear(fun, plan=plan), args, target)
-    return {**found, "budget_bytes": budget, "planner": plan.planner, "processor_seconds": seconds}
+    return {**found, "budget_bytes": budget, "planner": plan.planner, "waited": seconds}
 
 
 def cells(name: str, target: str, path: Path, policies: tuple[str, ...], is_hands: bool) -> Iterator[Cell]:
@@ -147,7 +147,7 @@ def is_behind(cell: dict[str, Any], by_hand: dict[str, Any]) -> bool:
 def table(measured: Measured) -> None:
     """Print a table a model."""
     for (name, target), found in groups(measured).items():
-        plain, compile_seconds = found[PLAIN]["flops"], found[PLAIN].get("processor_seconds")
+        plain, compile_seconds = found[PLAIN]["flops"], found[PLAIN].get("waited")
         print(
             f"\n### {name}, {target}\n\n"
             "| policy | GiB | FLOPs | seconds by roofline | jaxsub: GiB | FLOPs | seconds | planning |"
@@ -157,12 +157,12 @@ def table(measured: Measured) -> None:
         for policy, cell in sorted(hands.items(), key=lambda item: -item[1]["bytes"]):
             row = f"| {policy} | {cell['bytes'] / GIB:.3g} | {cell['flops'] / plain:.3f} | {cell['seconds']:.3g} | "
             print(row + _ours_words(found.get(OURS + policy), cell, plain, compile_seconds))
-        if waits := [cell["processor_seconds"] for p, cell in found.items() if OURS in p and _is_timed(cell, found)]:
+        if waits := [cell["waited"] for p, cell in found.items() if OURS in p and _is_timed(cell, found)]:
             print(f"\nplanning: median {statistics.median(waits) / compile_seconds:.1f} plain compiles")
 
 
 def _is_timed(cell: dict[str, Any], found: Measured) -> bool:
-    return "processor_seconds" in cell and "processor_seconds" in found[PLAIN]
+    return "waited" in cell and "waited" in found[PLAIN]
 
 
 def _ours_words(
@@ -174,9 +174,7 @@ def _ours_words(
         return f"**refused: {cell['least_bytes'] / GIB:.3g}** | | | |"
     flops = f"{cell['flops'] / plain:.3f}"
     flops = f"**{flops}**" if is_behind(cell, by_hand) else flops
-    wait = (
-        f"{cell['processor_seconds'] / compile_seconds:.1f}" if compile_seconds and "processor_seconds" in cell else ""
-    )
+    wait = f"{cell['waited'] / compile_seconds:.1f}" if compile_seconds and "waited" in cell else ""
     return f"{cell['bytes'] / GIB:.3g} | {flops} | {cell['seconds']:.3g} | {wait} |"
 
 

@@ -257,8 +257,7 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
     found: list[Found] = []
     refused: Refusals = []
-    lives = {v.index: last[v.index] - (v.producer or 0) for v in made}
-    for value in sorted(made, key=lambda v: (-v.n_bytes, lives[v.index], v.index)):
+    for value in sorted(made, key=lambda v: (-v.n_bytes, v.index)):
         producer, stop = value.producer or 0, min(last[value.index] + 1, len(graph.nodes))
         if value.n_bytes not in sizes or any(f.start < stop and producer < f.stop for f in found):
             continue

@@ -7,12 +7,15 @@ import pytest
 from jax import lax
 
 import jaxsub
+from jaxsub.core.decisions import Slices
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
-from jaxsub.search.slicing import ChunksError, candidates, least_rows
+from jaxsub.search import slicing
+from jaxsub.search.slice_search import _least_gain
+from jaxsub.search.slicing import ChunksError, candidates, everywhere, least_rows
 
 ROWS, WIDTH, CLASSES = 512, 32, 8192
 RNG = np.random.default_rng(0)
@@ -328,3 +331,29 @@ def test_rows_of_a_slice_by_target():
     """As many rows as keep a device's arithmetic busy: 1,024 on an H100."""
     assert least_rows(get_target("h100")) == 1024
     assert least_rows(get_target(None)) <= 64
+
+
+def test_axes_are_followed_from_the_wide_value(monkeypatch):
+    """Of a long program only the dimensions that the wide value's come from are tried, not those of all weights."""
+    layers = 40
+
+    def loss(params, x):
+        x = jnp.tanh(x @ HIDDEN[0]) @ HIDDEN[1]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.sum(x, 0) ** 2)  # not along the batch
+
+    tried = []
+    program = trace(loss, (HEAD["layers"][:1] * layers, X), {})
+    follow = slicing.follow
+    monkeypatch.setattr(slicing, "follow", lambda *args: tried.append(args[3:]) or follow(*args))
+    runs, _ = everywhere(program, 2**20, least=1)
+    assert runs
+    assert 0 < len(tried) < layers / 2
+
+
+@pytest.mark.parametrize(("equations", "known", "is_worth"), [(100, 0.05, True), (5000, 0.2, False), (5000, 0.4, True)])
+def test_the_longer_a_run_the_more_it_must_spare(equations, known, is_worth):
+    """The gradients of a run in slices are traced only where enough recomputation is left to be spared."""
+    assert (known > _least_gain((Slices(0, equations, 0, 0, 2),))) == is_worth
+    assert _least_gain(()) == 0.0
