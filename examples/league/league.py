@@ -70,17 +70,21 @@ def arguments(size: Size, target: str) -> tuple[Any, ...]:
     device = get_target(target)
     if device.n_devices == 1:
         return weights, tokens
-    mesh = device.mesh((device.n_devices,), ("fsdp",))
+    mesh = device.mesh((device.n_devices // size.tensor, size.tensor), ("fsdp", "tensor"))
 
-    def split(leaf: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec(*(("fsdp" if i == axis else None) for i in range(len(leaf.shape))))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    def split(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shared = (size.heads, size.kv_heads, size.mlp, size.words) if size.tensor > 1 else ()
+        tensor = next((i for i, n in enumerate(leaf.shape) if n in shared and (i or n != size.layers)), None)
+        axes = [i for i, n in enumerate(leaf.shape) if i != tensor and n % mesh.shape["fsdp"] == 0]
+        fsdp = max(axes[len(axes) > 1 :], key=lambda i: leaf.shape[i])  # layers are stacked along the first
+        names = {tensor: "tensor", fsdp: "fsdp"}
+        return placed(leaf, *(names.get(i) for i in range(len(leaf.shape))))
 
-    def widest(leaf: jax.ShapeDtypeStruct) -> int:
-        axes = [i for i, n in enumerate(leaf.shape) if n % device.n_devices == 0]
-        return max(axes[len(axes) > 1 :], key=lambda i: leaf.shape[i])  # layers are stacked along the first
+    def placed(leaf: jax.ShapeDtypeStruct, *spec: str | None) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(lambda leaf: split(leaf, widest(leaf)), weights), split(tokens, 0)
+    return jax.tree.map(split, weights), placed(tokens, "fsdp")
 
 
 def hand(size: Size, policy: str, target: str) -> dict[str, Any]:
@@ -120,6 +124,8 @@ def ours(size: Size, policy: str, target: str, path: Path, key: str) -> dict[str
 def cells(name: str, target: str, path: Path, policies: tuple[str, ...], is_hands: bool) -> Iterator[Cell]:
     """The policies of one model, then `jaxsub` at the memory of each."""
     n_devices = get_target(target).n_devices
+    if SIZES[name].tensor > n_devices:
+        return
     size = SIZES[name] if n_devices == 1 else replace(SIZES[name], batch=n_devices)
     for policy in policies:
         yield Cell(f"{name}/{target}/{policy}", partial(hand, size, policy, target))

@@ -30,7 +30,10 @@ POLICIES = (PLAIN, WHOLE, *NAMES, *JAX, NESTED)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A decoder's sizes, the batch it is trained with, how its layers run, and of how many experts its MLPs are."""
+    """A decoder's sizes, the batch it is trained with, how its layers run, and of how many experts its MLPs are.
+
+    Over several devices heads, hidden layers and words are split `tensor` ways, and all weights over the rest (FSDP).
+    """
 
     width: int
     layers: int
@@ -45,6 +48,7 @@ class Size:
     attention: str = "cudnn"
     experts: int = 0
     dtype: str = "bfloat16"
+    tensor: int = 1
 
 
 LLAMA_7B = dict(width=4096, layers=32, heads=32, kv_heads=32, head_width=128, mlp=11008, words=32_000)
@@ -53,6 +57,7 @@ SIZES = {
     "llama2-7b": Size(**LLAMA_7B, batch=4, length=4096),
     "llama2-7b unscanned": Size(**LLAMA_7B, batch=4, length=4096, is_scanned=False),
     "llama3-8b": Size(4096, 32, 32, 8, 128, 14336, 128_256, batch=2, length=8192),
+    "llama3-8b, fsdp x tensor": Size(4096, 32, 32, 8, 128, 14336, 128_256, batch=2, length=8192, tensor=2),
     "gemma2-9b": Size(3584, 42, 16, 8, 256, 14336, 256_128, batch=2, length=4096, attention="xla"),
     "mixture of 8": Size(2048, 16, 16, 8, 128, 4096, 32_000, batch=4, length=4096, experts=8),
     "toy": Size(64, 4, 4, 2, 16, 192, 2048, batch=2, length=64, attention="xla"),
