@@ -83,8 +83,11 @@ def within(
         plan = jaxsub.plan(fun, *args, budget=budget, target=target, progress=False)
     except jaxsub.InfeasibleBudgetError as refusal:
         return {"least_bytes": refusal.least_bytes}
+    planned = jaxsub.sublinear(fun, plan=plan)
+    in_loops = {"flops_ratio": traced_flops(planned, args) / traced_flops(fun, args)} if plan.slices else {}
     return {
-        **figures(plan.measurement, jaxsub.sublinear(fun, plan=plan), args, count),
+        **figures(plan.measurement, planned, args, count),
+        **in_loops,  # a compiler counts a loop's body once
         "predicted_bytes": plan.prediction.temp_bytes if plan.prediction else None,
         "extra": plan.prediction.extra_flops / plan.prediction.forward_flops if plan.prediction else None,
         "regions": plan.n_regions,

@@ -26,7 +26,7 @@ import drawing  # noqa: E402
 import frontiers  # noqa: E402
 import peers  # noqa: E402
 import records  # noqa: E402
-from measuring import by_hand, traced_flops  # noqa: E402
+from measuring import by_hand, traced_flops, within  # noqa: E402
 
 FIGURES = {"paper": ("lstm", "resnet", "speed", "recursion"), "peers": ("frontiers", "batches")}
 STORED = [path for folder in FIGURES for path in sorted((EXAMPLES / "results" / folder).glob("*.json"))]
@@ -253,3 +253,18 @@ def test_layers_of_equal_flops_are_found_whatever_the_stages_weigh():
     flops, crossing = np.array([5.0, 1, 1, 5, 1, 1]), [9.0, 9, 1, 9, 9, 0]
     assert peers._divided(flops, crossing, 2, 7) == [3, 6]
     assert peers._divided(flops, crossing, 2, 6.9) == []
+
+
+def test_flops_of_a_plan_in_slices_are_those_of_all_slices():
+    """A compiler counts a loop's body once: the gradient of a loss in slices that recompute nothing is as much work."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    args = [jax.ShapeDtypeStruct((64, 64), "float32")] * 12, jax.ShapeDtypeStruct((8192, 64), "float32")
+    found = within(loss, args, 2**20)
+    plain = {"flops": jaxsub.measure(loss, *args).flops}
+    assert found["flops"] < plain["flops"] / 4
+    assert frontiers.flops_ratio(found, plain) == 1
