@@ -8,13 +8,15 @@
 Every measurement is a process of its own with an empty cache. Its processor seconds, those of the processes it started
 among them, count from the moment the arguments' shapes are known. `compile` is `jax.jit(jax.value_and_grad(loss))`
 lowered and compiled as JAX does it. A budget is a share of what that program allocates, given in bytes. `times` is the
-plan's seconds over those of `compile`; `compiles` counts what XLA was given in that process. FLOPs are those of
+plan's seconds over those of `compile`; for a GPU both count the helper process that compiles, and its start. `compiles`
+counts what XLA was given in that process, which is nothing for a GPU that is absent. FLOPs are those of
 traced products and convolutions, loops and slices with their lengths, relative to the plain gradient's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -51,9 +53,18 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def used() -> float:
-    """Processor seconds of this process and of those that it has waited for."""
+    """Processor seconds of this process and of those that it started: helpers that compile for a GPU run on."""
     kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds)) + sum(_of_the_living())
+
+
+def _of_the_living() -> Iterator[float]:
+    """Yield the processor seconds of each process that this one has started and that has not ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended by now
+            found = path.read_text().rpartition(")")[2].split()
+            if int(found[1]) == os.getpid():
+                yield sum(map(int, found[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def program(name: str, is_quick: bool) -> tuple[Any, tuple[Any, ...]]:

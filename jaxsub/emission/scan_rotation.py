@@ -83,13 +83,6 @@ def rotated(body: Program, n_consts: int, n_carry: int, at: int) -> Rotated:
     )
 
 
-def best_place(body: Program) -> int:
-    """Choose where to begin a small body's steps: after its last costly node; 0 if that is the end."""
-    costly = [node.index for node in body.graph.nodes if node.is_costly]
-    at = costly[-1] + 1 if costly else 0
-    return at if at < len(body.eqns) else 0
-
-
 def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {a for a in atoms if compat.is_var(a)}
 
