@@ -9,7 +9,7 @@ Every measurement is a process of its own with an empty cache. Its processor sec
 among them, count from the moment the arguments' shapes are known. `compile` is `jax.jit(jax.value_and_grad(loss))`
 lowered and compiled as JAX does it. A budget is a share of what that program allocates, given in bytes. `times` is the
 plan's seconds over those of `compile`; for a GPU both count the helper process that compiles, and its start. `compiles`
-counts what XLA was given in that process, which is nothing for a GPU that is absent. FLOPs are those of
+counts what XLA was given in that process, and not what a helper was given. FLOPs are those of
 traced products and convolutions, loops and slices with their lengths, relative to the plain gradient's.
 """
 
@@ -167,7 +167,7 @@ def table(measured: Measured) -> None:
         got = f"{mib(cell['bytes']):>13}{cell['bytes'] / cell['budget']:11.3f}" if "bytes" in cell else (
             f"{'refused':>13}{cell['least_bytes'] / cell['budget']:11.3f}")  # fmt: skip
         print(f"{name:16}{target:6}{share:7}{cell['seconds'] / ratio:11.1f}{cell['seconds']:9.1f}{ratio:7.1f}"
-              f"{cell['compiles']:10}{got}{flops or math.nan:8.3f}")  # fmt: skip
+              f"{cell['compiles'] or '-':>10}{got}{flops or math.nan:8.3f}")  # fmt: skip
     for target, found in times.items():
         print(f"{target}: {median(found):.1f} times the plain compile in the median of {len(found)}, "
               f"{max(found):.1f} at worst")  # fmt: skip
