@@ -54,6 +54,7 @@ class Pricer:
         share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
+        has_seconds: Whether stages have seconds at all; those of a loop's body have none.
     """
 
     program: Program
@@ -64,6 +65,7 @@ class Pricer:
     share: float = 1.0
     gathered: tuple[int, ...] = ()
     offload: str | None = None
+    has_seconds: bool = True
     _traced: dict[Kind, Traced | None] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _known: dict[tuple[str, Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
@@ -111,7 +113,8 @@ class Pricer:
         marked = dead_crossings(self.program.graph, cuts, dead)
         crossings = find_crossings(self.program.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
-        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic", self._clock.origin,
+        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic",
+                      self._clock.origin if self.has_seconds else "",
                       has_timed_options=self._minimises_seconds,
                       saves_in_nests=compat.saves_in_nests())  # fmt: skip
         return run_passes(chain, self._passes())
@@ -241,11 +244,15 @@ class Pricer:
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
         """Estimate or time the passes of a stage."""
+        if not self.has_seconds:
+            return StageSeconds(0.0, 0.0)
         traced, found = self._run(start, stop)
         return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
 
     def _recompute_seconds(self, start: int, stop: int, saved: tuple[int, ...]) -> float:
         """Estimate how much longer a backward pass takes than that of the choice of least recompute, by roofline."""
+        if not self.has_seconds:
+            return 0.0
         traced, found = self._run(start, stop)
         return self._clock.recompute(self._kind(start, stop), traced, saved, found[-1].saved)
 
@@ -298,7 +305,7 @@ class Pricer:
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """Price a loop's body or a branch."""
-        return Pricer(body, self.target, self.store, self.progress).chain(cuts)
+        return Pricer(body, self.target, self.store, self.progress, has_seconds=False).chain(cuts)
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
