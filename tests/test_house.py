@@ -26,7 +26,7 @@ jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardi
     differences arguments tangents axis_places axis_rules axis_bodies axes axis_origin product_rows
 devices: __init__ aot_worker targets aot compile
 partition: __init__ cuts inner_programs min_cut
-emission: __init__ barriers offload at_slice chunks regions scan_rotation scan_unrolling scans folding emit
+emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder
 search: __init__ bracket by_hand slicing sliceable belonging candidates name_overrides named_policy verify budget_search

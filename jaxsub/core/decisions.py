@@ -159,8 +159,6 @@ class Loop:
         kept_steps: How many of the last steps are outside all blocks and keep their residuals.
         kept_saved: Saved values of each of those, in a region of its own; `None` for no region.
         inside: How its body runs.
-        begin: The node of its body that steps begin at: the nodes before it run once before the loop, the others once
-            more after the loop. Offsets and `inside` are those of the rotated body.
         unrolled: How many steps are unrolled into one: everything above is then about those, and offsets and `inside`
             are those of all of them. It divides the number of steps.
     """
@@ -172,7 +170,6 @@ class Loop:
     kept_steps: int = 0
     kept_saved: tuple[int, ...] | None = None
     inside: Inside = Inside()
-    begin: int = 0
     unrolled: int = 1
 
 

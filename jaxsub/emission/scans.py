@@ -26,7 +26,6 @@ import jax.numpy as jnp
 
 from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop
 from jaxsub.emission.regions import with_regions
-from jaxsub.emission.scan_rotation import Rotated, rotated
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
@@ -130,21 +129,18 @@ def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _at(*primals), tangents[2]
 
 
-def turned(program: Program, loop: Loop) -> tuple[Program, int, Rotated | None]:
-    """The body of a loop, begun in mid-step or written out as it says, and the size of its carry."""
+def written_out(program: Program, loop: Loop) -> tuple[Program, int]:
+    """The body of a loop, several steps written out as one where it says so, and how many values it carries."""
     eqn, body = program.eqns[loop.node], body_program(program, loop.node)
     n_consts, n_carry = compat.scan_sizes(eqn)
-    rotation = rotated(body, len(body.consts) + n_consts, n_carry, loop.begin) if loop.begin else None
-    if rotation is not None:
-        body, n_carry = rotation.body, rotation.n_carry
     if loop.unrolled > 1:
         body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
-    return body, n_carry, rotation
+    return body, n_carry
 
 
 def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
     """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
-    body, n_carry, _ = turned(program, loop)
+    body, n_carry = written_out(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
     step = _step(body, n_carry, loop.inside, loop.saved)
     step = _region(step, loop.saved, prevent_cse=False) if loop.is_recomputed else step
@@ -165,48 +161,31 @@ class _Scan:
     loop: Loop
     step: Step
     kept_step: Step
-    rotation: Rotated | None
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn, (body, n_carry, rotation) = program.eqns[loop.node], turned(program, loop)
+        eqn, (body, n_carry) = program.eqns[loop.node], written_out(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
-        ahead: tuple[int, ...] = ()
-        if rotation is not None:
-            shift = (1, 0) if eqn.params["reverse"] else (0, 1)
-            ahead = (shift[0],) * len(rotation.here) + (shift[1],) * len(rotation.ahead)
-        is_split = bool(loop.blocks or loop.kept_steps or rotation)
+        is_split = bool(loop.blocks or loop.kept_steps)
         is_region = loop.is_recomputed or loop.unrolled == eqn.params["length"]
         plain = _step(body, n_carry, loop.inside, loop.saved, holds_weights=is_region)
         named = _step(body, n_carry, Inside(), loop.kept_saved)
-        step = _indexed(plain, n_consts, ahead) if is_split else plain
+        step = _indexed(plain, n_consts) if is_split else plain
         if loop.kept_saved is not None:
             # a loop of one step is none to the compiler
-            named = _region(_indexed(named, n_consts, ahead), loop.kept_saved, prevent_cse=loop.kept_steps == 1)
+            named = _region(_indexed(named, n_consts), loop.kept_saved, prevent_cse=loop.kept_steps == 1)
         if loop.is_recomputed:  # in a loop CSE finds nothing equal, elsewhere it must be prevented
             step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
-        return cls(eqn, loop, step, named, rotation)
+        return cls(eqn, loop, step, named)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
-        length, rotation = self.eqn.params["length"], self.rotation
         consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
         carry, xs = rest[:n_carry], rest[n_carry:]
         if self.loop.unrolled > 1:
             return self._unrolled(consts, carry, xs)
-        if rotation is None:
-            carry, ys = self._run(consts, carry, xs, xs, length)
-            return (*carry, *ys)
-        first, last = (-1, 0) if self.eqn.params["reverse"] else (0, -1)
-        here, ahead = (slice(1, None), slice(-1)) if self.eqn.params["reverse"] else (slice(-1), slice(1, None))
-        parts = (*(xs[i][here] for i in rotation.here), *(xs[i][ahead] for i in rotation.ahead))
-        wholes = tuple(xs[i] for i in (*rotation.here, *rotation.ahead))
-        carry = rotation.first(consts, carry, tuple(x[first] for x in xs))
-        carry, ys = self._run(consts, carry, wholes, parts, length - 1)
-        results = rotation.last(consts, carry, tuple(x[last] for x in xs))
-        results = tuple(r if isinstance(r, jax.Array) else jnp.asarray(r, v.aval.dtype)
-                        for r, v in zip(results, self.eqn.outvars, strict=True))  # fmt: skip
-        return (*results[:n_carry], *self._joined(ys, tuple(y[None] for y in results[n_carry:])))
+        carry, ys = self._run(consts, carry, xs, self.eqn.params["length"])
+        return (*carry, *ys)
 
     def _unrolled(self, consts: Values, carry: Values, xs: Values) -> Values:
         """Run all steps, several unrolled into one; if that is all of them, without a loop."""
@@ -216,16 +195,16 @@ class _Scan:
             carry, ys = self.step(consts, carry, xs)
             return (*carry, *ys)
         grouped = tuple(x.reshape((n, n_once, *x.shape[1:])) for x in xs)
-        carry, ys = self._run(consts, carry, grouped, grouped, n)
+        carry, ys = self._run(consts, carry, grouped, n)
         return (*carry, *(y.reshape((n * n_once, *y.shape[2:])) for y in ys))
 
-    def _run(self, consts: Values, carry: Values, wholes: Values, xs: Values, length: int) -> tuple[Values, Values]:
-        """Run all steps; `xs` are slices of `wholes`."""
+    def _run(self, consts: Values, carry: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        """Run all steps."""
         loop = self.loop
-        if not loop.blocks and not loop.kept_steps and self.rotation is None:
+        if not loop.blocks and not loop.kept_steps:
             return self._scan(self.step, consts, carry, xs, length)
         n_head = length - loop.kept_steps
-        known = (*consts, *wholes)
+        known = (*consts, *xs)
         head, tail = self._parts((jnp.arange(length), *xs), n_head, length)
         carry, ys = self._blocks(known, carry, head, n_head, loop.blocks)
         if n_head < length:
@@ -307,16 +286,12 @@ def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
     return named
 
 
-def _indexed(step: Step, n_consts: int, ahead: Sequence[int] = ()) -> Step:
-    """Make a step take its index with its slices and read there the whole xs, which come after the constants.
-
-    `ahead` says how far from its index it reads each of them.
-    """
+def _indexed(step: Step, n_consts: int) -> Step:
+    """Make a step take its index with its slices and read there the whole xs, which come after the constants."""
 
     def at_index(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        wholes = consts[n_consts:]
-        parts = zip(wholes, ahead or (0,) * len(wholes), x[1:], strict=True)
-        return step(consts[:n_consts], carry, tuple(_at(whole, x[0] + n, part) for whole, n, part in parts))
+        parts = zip(consts[n_consts:], x[1:], strict=True)
+        return step(consts[:n_consts], carry, tuple(_at(whole, x[0], part) for whole, part in parts))
 
     return at_index
 

@@ -93,7 +93,7 @@ def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
     traced = _traced(body, step)
     carry = range(n_consts, n_consts + n_carry)
     saved, carried = _saved(traced, carry), sum(aval_bytes(body.invars[i].aval) for i in carry)
-    length = program.eqns[loop.node].params["length"] // loop.unrolled - bool(loop.begin)
+    length = program.eqns[loop.node].params["length"] // loop.unrolled
     n = length - loop.kept_steps
     sizes = [n, *(b for b in loop.blocks if b < n)]
     stored = sum(-(-a // b) * carried for a, b in pairwise(sizes)) + sizes[-1] * sum(h.n_bytes * h.count for h in saved)

@@ -16,7 +16,7 @@ from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
 from jaxsub.core.tuning import TUNING
 from jaxsub.emission.folding import in_slices
-from jaxsub.emission.scans import body_program, branch_programs, turned
+from jaxsub.emission.scans import body_program, branch_programs, written_out
 from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program
 
@@ -115,16 +115,13 @@ def _loop_faults(program: Program, eqn: Any, loop: Loop) -> Iterator[str]:
     if loop.unrolled < 1 or length % loop.unrolled or loop.unrolled * len(body.eqns) > most:
         yield f"{loop.unrolled} of {length} steps cannot be written out as one"
         return
-    if not 0 <= loop.begin < max(1, len(body.eqns)) or (loop.begin and (loop.unrolled > 1 or length < 2)):
-        yield f"a step of {len(body.eqns)} equations cannot begin at {loop.begin}"
-        return
-    n_steps = length // loop.unrolled - bool(loop.begin)
+    n_steps = length // loop.unrolled
     sizes = loop.blocks
     if not all(a > b for a, b in zip((n_steps + 1, *sizes), (*sizes, 0), strict=True)):
         yield f"{n_steps} steps do not fall into blocks of {list(sizes)}"
     if not 0 <= loop.kept_steps <= n_steps or (loop.unrolled == length and (sizes or loop.kept_steps)):
         yield f"of {n_steps} steps {loop.kept_steps} are kept"
-    body, *_ = turned(program, loop)
+    body, _ = written_out(program, loop)
     n_made = len(body.graph.values) - len(body.invars)
     if not all(0 <= v < n_made for v in (*loop.saved, *(loop.kept_saved or ()))):
         yield f"a step saves values that are not among the {n_made} it makes"

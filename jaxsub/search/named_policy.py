@@ -34,7 +34,6 @@ MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "copy")
 UNSAID = (
     ("blocks", "a loop runs in blocks of steps"),
     ("kept_steps", "a loop's last steps are kept"),
-    ("begin", "a loop's steps begin inside its body"),
 )
 
 

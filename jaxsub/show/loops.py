@@ -108,7 +108,6 @@ def loop_words(way: Loop, steps: Steps | None) -> str:
     words += [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
     words += ["each step recomputed"] if way.is_recomputed else []
     words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
-    words += [f"begun in mid-step, at equation {way.begin} of it"] if way.begin else []
     words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
     where = f"equation {way.node}" if steps is None else steps.label
     return f"{where}{f', {steps.length} steps' if steps and steps.length > 1 else ''}: {'; '.join(words) or 'as it is'}"

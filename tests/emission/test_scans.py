@@ -158,11 +158,6 @@ WAYS = (
     Loop(0, (3,), is_recomputed=True, saved=(0,), kept_steps=4),
     Loop(0, (3,), kept_steps=2, kept_saved=(0,)),
 )
-TURNED = (
-    Loop(0, (), True, begin=1),
-    Loop(0, (5, 2), True, begin=1),
-    Loop(0, (3,), True, kept_steps=4, kept_saved=(), begin=1),
-)
 
 
 def looped(f, way, *args):
@@ -174,9 +169,7 @@ def looped(f, way, *args):
     return jaxsub.sublinear(f, plan=plan, argnums=(0, 1))
 
 
-TURNED_CASES = [(f, TURNED[i % 3]) for i, f in enumerate(VARIANTS) if f not in (around_dense, carried_through)]
-TURNED_CASES += [(carried_through, TURNED[1]), (backwards, TURNED[0]), (backwards, TURNED[2])]
-CASES = TURNED_CASES + [(f, way) for f in VARIANTS for way in (WAYS if f in (backwards, nested) else WAYS[2::2])]
+CASES = [(f, way) for f in VARIANTS for way in (WAYS if f in (backwards, nested) else WAYS[2::2])]
 
 
 @pytest.mark.parametrize(("f", "way"), CASES)
@@ -192,17 +185,17 @@ def test_the_comparison_can_fail():
 
 
 @settings(max_examples=12, deadline=None)
-@given(length=st.integers(2, 13), begin=st.integers(0, 2), sizes=st.lists(st.integers(2, 12), max_size=3),
+@given(length=st.integers(2, 13), sizes=st.lists(st.integers(2, 12), max_size=3),
        again=st.booleans(), share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
-def test_any_length_and_any_blocks(length, begin, sizes, again, share, reverse):
+def test_any_length_and_any_blocks(length, sizes, again, share, reverse):
     """Blocks that do not divide the length leave a remainder, which is run too."""
 
     def f(ws, x):
         x, sums = lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x**2)), x, ws, reverse=reverse)
         return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(length))
 
-    sizes = {size for size in sizes if size <= length - bool(begin)}
-    way = Loop(0, tuple(sorted(sizes, reverse=True)), again, kept_steps=int(share * (length - 1)), begin=begin)
+    sizes = {size for size in sizes if size <= length}
+    way = Loop(0, tuple(sorted(sizes, reverse=True)), again, kept_steps=int(share * (length - 1)))
     assert_same(f, looped(f, way, WS[:length], X), WS[:length], X)
 
 
@@ -254,7 +247,7 @@ def test_no_step_is_left_over(length):
     ways = [c.loop for c in loop_choices(program, node) if c.loop.blocks]
     assert any(way.kept_steps for way in ways)
     for way in ways:
-        n_steps = length - bool(way.begin) - way.kept_steps
+        n_steps = length - way.kept_steps
         assert n_steps % way.blocks[0] == 0
         assert n_steps // way.blocks[0] >= 2
 

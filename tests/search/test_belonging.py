@@ -55,7 +55,7 @@ def program():
 STEP = Inside((Segment(0, 4, (), (Segment(0, 2),)), Segment(4, 6)), (4,))
 WAYS = (Loop(LOOP, blocks=(12, 3), is_recomputed=True, saved=(1, 3), kept_steps=5, kept_saved=(0,)),
         Conditional(COND, (Inside((Segment(0, 1),)), STEP)))  # fmt: skip
-OTHER_WAYS = (Loop(LOOP, (6,), inside=STEP, begin=3),)
+OTHER_WAYS = (Loop(LOOP, (6,), inside=STEP),)
 MEASURED = Measurement(4096, 2304, 260, 4, 1e6, 0.5, "cpu")
 
 
@@ -207,7 +207,6 @@ WRONG = {
     "blocks of nothing": (dict(loops=(Loop(LOOP, blocks=(4, 0)),)), "do not fall into blocks"),
     "steps written out": (dict(loops=(Loop(LOOP, unrolled=5),)), "5 of 72 steps cannot be written out"),
     "steps kept": (dict(loops=(Loop(LOOP, kept_steps=73),)), "of 72 steps 73 are kept"),
-    "begun outside": (dict(loops=(Loop(LOOP, begin=50),)), "cannot begin at 50"),
     "values of a step": (dict(loops=(Loop(LOOP, is_recomputed=True, saved=(77,)),)), "not among the 8 it makes"),
     "inside a step": (
         dict(loops=(Loop(LOOP, inside=Inside((Segment(0, 99),))),)),

@@ -131,7 +131,6 @@ UNSAID = {
     "blocks": (scanned(), STACKED, {"loops": (Loop(0, (4,), True),)}, "blocks of steps"),
     "last steps": (scanned(), STACKED, {"loops": (Loop(0, is_recomputed=True, kept_steps=2),)}, "last steps are kept"),
     "written out": (scanned(), STACKED, {"loops": (Loop(0, is_recomputed=True, unrolled=2),)}, "written out"),
-    "turned": (scanned(), STACKED, {"loops": (Loop(0, is_recomputed=True, begin=1),)}, "begin inside"),
     "inside": (
         scanned(),
         STACKED,
