@@ -341,13 +341,24 @@ def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seeds_of(program: Program, start: int, stop: int, value: Value) -> list[tuple[int, int]]:
-    """Dimensions of what a run reads from which those of a value come that it makes."""
-    base = program.graph.first_value(start)
-    reads = {variable_of(program, v): v for node in program.graph.nodes[start:stop] for v in node.inputs if v < base}
-    variable = variable_of(program, value.index)
-    found = (origins(program.eqns[start:stop], variable, (dim,)) for dim in range(len(value.shape)))
-    seeds = dict.fromkeys((v, dims[0]) for some in found for v, dims in some if v in reads)
-    return [(reads[v], dim) for v, dim in seeds if v.aval.shape[dim] > 1]
+    """Dimensions of what a run reads; of a long run only those from which the dimensions of a value come that it makes.
+
+    What comes from none, as a mask does, has the dimensions of the first value made of it that comes from some.
+    """
+    if stop - start <= TUNING.region_equations:
+        return _seeds(program, start, stop)
+    graph, base = program.graph, program.graph.first_value(start)
+    reads = {variable_of(program, v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
+    made = {value.index}
+    for node in graph.nodes[value.producer or 0 : stop]:
+        if not made.isdisjoint((*node.inputs, *node.outputs)):
+            made.update(node.outputs)
+            dims = [(v, d) for v in node.outputs for d in range(len(graph.values[v].shape))]
+            found = (origins(program.eqns[start:stop], variable_of(program, v), (d,)) for v, d in dims)
+            seeds = dict.fromkeys((v, ds[0]) for some in found for v, ds in some if v in reads)
+            if wide := [(reads[v], dim) for v, dim in seeds if v.aval.shape[dim] > 1]:
+                return wide
+    return []
 
 
 def _batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:

@@ -334,8 +334,8 @@ def test_rows_of_a_slice_by_target():
 
 
 def test_axes_are_followed_from_the_wide_value(monkeypatch):
-    """Of a long program only the dimensions that the wide value's come from are tried, not those of all weights."""
-    layers = 40
+    """Of a long run only the dimensions that the wide value's come from are tried, not those of all weights."""
+    layers = 300
 
     def loss(params, x):
         x = jnp.tanh(x @ HIDDEN[0]) @ HIDDEN[1]
