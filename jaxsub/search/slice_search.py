@@ -255,7 +255,7 @@ class _Search:
         return self.refusals[0][0]
 
     def rank(self, plan: Plan) -> tuple[float, int, int]:
-        """Lowest for the plan that recomputes least; of alike ones, for the fewest slices unless slices are asked for."""
+        """Lowest for what recomputes least; of alike plans, for the fewest slices unless slices are asked for."""
         return round(recomputed_share(plan), 3), 0 if self.is_asked else _n_slices(plan), _need(plan)
 
     def beside_plain(self, plan: Plan) -> Plan:
