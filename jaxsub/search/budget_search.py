@@ -40,14 +40,12 @@ NAMED_HOLDERS = 4
 class Effort:
     """How much is compiled.
 
-    Once a plan fits, another must be predicted to spare `gain` of a forward pass to be compiled, beside that plan and
-    beside `most`, which another program's plan recomputes. After `max_seconds` nothing better is looked for; a plan
-    that fits is looked for all the same.
+    Once a plan fits, another must be predicted to spare `gain` of a forward pass to be compiled. After `max_seconds`
+    nothing better is looked for; a plan that fits is looked for all the same.
     """
 
     gain: float = TUNING.compile_gain
     max_seconds: float = math.inf
-    most: float = math.inf
 
     @property
     def gain_by_hand(self) -> float:
@@ -110,15 +108,10 @@ class _Search:
         """By what factor even the best of the predictions so far was too low; 1 where one was not."""
         return max(1.0, min(self.errors, default=1.0))
 
-    @property
-    def most(self) -> float:
-        """What is recomputed by the best that fits, here or of another program; infinity before one does."""
-        return min(self.effort.most, recomputed_share(self.best)) if self.best is not None else math.inf
-
     def dare(self, partitions: Sequence[Partition]) -> None:
         """Try least plans that are predicted not to fit, where what fits recomputes much."""
         for cuts in partitions:
-            if self.best is not None and self.most > TUNING.heavy_recompute:
+            if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
                 least = predicted_bytes(self.candidates.plan(cuts, 1, TUNING.least_slack))
                 if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
                     self.run(cuts, least)
@@ -157,7 +150,7 @@ class _Search:
         if self.best is None:
             return self.verifier.compiles < TUNING.most_compiles - TUNING.least_compiles
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        spared = self.most - recomputed_share(plan)
+        spared = recomputed_share(self.best) - recomputed_share(plan)
         if is_long or spared <= self.effort.gain or self.verifier.compiles >= TUNING.most_compiles:
             return False
         left = self.effort.max_seconds - (time.monotonic() - self.began)
@@ -175,7 +168,7 @@ class _Search:
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        if self.best is not None and (is_long or self.most <= self.effort.gain_by_hand):
+        if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain_by_hand):
             return
         if not (every := make()) or not (left := self._recompute_less(every)):
             return
@@ -202,7 +195,8 @@ class _Search:
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
-        return [plan for plan in plans if recomputed_share(plan) < self.most - self.effort.gain_by_hand]
+        most = recomputed_share(self.best) - self.effort.gain_by_hand if self.best else math.inf
+        return [plan for plan in plans if recomputed_share(plan) < most]
 
     def least(self) -> None:
         """Try the planner's least plans, the same whatever the budget is."""

@@ -152,7 +152,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     with Progress(settings.progress) as step:
         planning = Planning(settings, target, store, step)
         if not may_be_sliced(program, settings):
-            plan = planning.whole(program, settings.budget, math.inf)
+            plan = planning.whole(program, settings.budget, False)
         else:
             plan = sliced_or_whole(program, target, settings.budget, settings.chunks, planning.whole)
         if plan.slices and plan.plain_measurement is None:
@@ -190,24 +190,24 @@ class Planning:
             self.known[program.fingerprint] = verifier, planner, candidates
         return self.known[program.fingerprint]
 
-    def whole(self, program: Program, budget: Budget, most: float | None) -> Plan:
-        """Plan a program for a budget, as it stands (`jaxsub.search.slice_search.Whole`)."""
+    def whole(self, program: Program, budget: Budget, is_trusted: bool) -> Plan:
+        """Plan a program for a budget, as it stands; where told so, by prediction alone."""
         settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
-        verifier.compiles = 0 if most in (None, 0.0, math.inf) else verifier.compiles
+        verifier.compiles = 0
         overrides = settings.overrides
         if budget == Budget():
             plan = candidates.natural(verifying.usual_choices(program, candidates.choices))
-            if settings.verify and most is not None:
+            if settings.verify and not is_trusted:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
-        elif most is None or settings.verify is False:
+        elif is_trusted or settings.verify is False:
             plan = _trusted(candidates, budget)
         else:
-            plan = self._fitted(verifier, candidates, budget, overrides, most)
+            plan = self._fitted(verifier, candidates, budget, overrides)
         plan = verifier.pricer.timed(plan)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
-        return planner.bounded(plan) if settings.bound and most is not None else plan
+        return planner.bounded(plan) if settings.bound and not is_trusted else plan
 
     def beside_plain(self, program: Program, plan: Plan) -> Plan:
         """A plan with what its program needs without it: measured if that is known, else predicted."""
@@ -218,11 +218,10 @@ class Planning:
         return plan.replace(plain_prediction=plain.prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
-                overrides: Mapping[str, int], most: float) -> Plan:  # fmt: skip
+                overrides: Mapping[str, int]) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
         settings, program = self.settings, verifier.program
-        seconds = math.inf if settings.max_seconds is None else settings.max_seconds
-        effort = Effort(EFFORTS[settings.effort], seconds, most)
+        effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
         if program.shardings:
             share = _measured_share(verifier.pricer, candidates.choices[0], verifier.measure(verifier.empty()))
             verifier.pricer = replace(verifier.pricer, share=share)

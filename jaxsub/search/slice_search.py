@@ -26,10 +26,8 @@ from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
 
-Whole = Callable[[Program, Budget, float | None], Plan]
-"""Plans a program for a budget, as it stands: by prediction alone (`None`), or with the compiler. Once a plan fits,
-others are compiled only where they recompute less than so much of a forward pass: with 0 the first that fits is taken.
-"""
+Whole = Callable[[Program, Budget, bool], Plan]
+"""Plans a program for a budget, as it stands; where told so, by prediction alone."""
 
 Runs = tuple[Slices, ...]
 
@@ -49,12 +47,17 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
         ChunksError: If what the user asks for by name or axis cannot be done.
     """
     if isinstance(chunks, Mapping):
-        return _in_slices(program, asked(program, chunks), budget, whole, math.inf)
+        return _in_slices(program, asked(program, chunks), budget, whole, False)
     search = _Search(program, target, budget, chunks is True, whole)
     search.run()
     if not search.plans:
         raise search.refusal()
-    return search.beside_plain(min(search.plans, key=search.rank))
+    is_asked = chunks is True
+    best = min(
+        search.plans,
+        key=lambda plan: (round(recomputed_share(plan), 3), 0 if is_asked else _n_slices(plan), _need(plan)),
+    )
+    return search.beside_plain(best)
 
 
 def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole) -> Plan | None:
@@ -73,10 +76,10 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     for number, runs in enumerate(candidates(program, target, n_bytes)):
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
-                plan = _in_slices(program, runs, Budget(n_bytes), whole, None)
+                plan = _in_slices(program, runs, Budget(n_bytes), whole, True)
                 rank = (False, round(recomputed_share(plan), 3), number)
             except InfeasibleBudgetError as refused:
-                plan = _in_slices(program, runs, Budget(refused.least_bytes), whole, None)
+                plan = _in_slices(program, runs, Budget(refused.least_bytes), whole, True)
                 rank = (True, float(_need(plan)), number)
             found.append((rank, plan))
     return min(found, key=lambda ranked: ranked[0])[1] if found else None
@@ -101,10 +104,7 @@ NO_LIMIT = 2**62
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """Plans that fit and refusals, with the runs in slices that they are of.
-
-    Of each set of runs the first plan that fits is taken, and only then is the best of them improved.
-    """
+    """Plans that fit and refusals, with the runs in slices that they are of."""
 
     program: Program
     target: Target
@@ -112,7 +112,6 @@ class _Search:
     is_asked: bool
     whole: Whole
     plans: list[Plan] = field(init=False, default_factory=list)
-    tried: list[Runs] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
 
     def run(self) -> None:
@@ -132,9 +131,8 @@ class _Search:
             sets.pop(found[1])
             if self._try(found[1]) and found[1] and (fewer := self._fewest(found[1], self.plans[-1])) != found[1]:
                 self._try(fewer)
-        self._refine()
         if WHOLE in sets and self._may_err():
-            self._try(WHOLE, min(map(recomputed_share, self.plans), default=math.inf))
+            self._try(WHOLE)
 
     @property
     def n_bytes(self) -> int:
@@ -149,7 +147,7 @@ class _Search:
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
         try:
-            return recomputed_share(self._planned(WHOLE, self.budget, None)), 0
+            return recomputed_share(self._planned(WHOLE, self.budget, True)), 0
         except InfeasibleBudgetError as refused:
             return math.inf, refused.least_bytes
 
@@ -175,7 +173,7 @@ class _Search:
             if not self.is_asked and ((is_slow and self.plans) or known <= _least_gain(runs)):
                 continue
             try:
-                plan = self._planned(runs, self._corrected() if runs else self.budget, None)
+                plan = self._planned(runs, self._corrected() if runs else self.budget, True)
             except InfeasibleBudgetError as refused:
                 if not self.plans:
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
@@ -205,10 +203,10 @@ class _Search:
                  if p.slices and p.prediction and p.measurement]  # fmt: skip
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
-    def _planned(self, runs: Runs, budget: Budget, most: float | None) -> Plan:
+    def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
         if not runs:
-            return self.whole(self.program, budget, most)
-        return _in_slices(self.program, runs, budget, self.whole, most)
+            return self.whole(self.program, budget, is_trusted)
+        return _in_slices(self.program, runs, budget, self.whole, is_trusted)
 
     def _fewest(self, runs: Runs, plan: Plan) -> Runs:
         """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
@@ -218,30 +216,22 @@ class _Search:
         if self.budget == Budget():
             return runs
         with contextlib.suppress(InfeasibleBudgetError):
-            less = _need(self._planned(runs, self._corrected(), None)) - _need(plan)
+            less = _need(self._planned(runs, self._corrected(), True)) - _need(plan)
             room = Budget(max(1, int(self.n_bytes / TUNING.prediction_error) + less))
             while (fewer := tuple(map(_halved, runs))) != runs:
-                found = self._planned(fewer, room, None)
+                found = self._planned(fewer, room, True)
                 if round(recomputed_share(found), 3) > round(recomputed_share(plan), 3):
                     break
                 runs = fewer
         return runs
 
-    def _try(self, runs: Runs, most: float = 0.0) -> bool:
+    def _try(self, runs: Runs) -> bool:
         try:
-            self.plans.append(self._planned(runs, self._bounded() if runs else self.budget, most))
+            self.plans.append(self._planned(runs, self._bounded() if runs else self.budget, False))
         except InfeasibleBudgetError as refused:
             self.refusals.append((refused, runs))
             return False
-        self.tried.append(runs)
         return True
-
-    def _refine(self) -> None:
-        """Look for what recomputes less than all that was found, first with the runs in slices that recompute least."""
-        found = zip(self.plans, self.tried, strict=True)
-        for runs in [runs for _, runs in sorted(found, key=lambda pair: self.rank(pair[0]))]:
-            if (most := min(map(recomputed_share, self.plans))) > 0 and self.budget != Budget():
-                self._try(runs, most)
 
     def refusal(self) -> InfeasibleBudgetError:
         """The refusal that names the least budget which is met when it is asked for; other budgets have other sets."""
@@ -253,10 +243,6 @@ class _Search:
                     continue
             return refused
         return self.refusals[0][0]
-
-    def rank(self, plan: Plan) -> tuple[float, int, int]:
-        """Lowest for what recomputes least; of alike plans, for the fewest slices unless slices are asked for."""
-        return round(recomputed_share(plan), 3), 0 if self.is_asked else _n_slices(plan), _need(plan)
 
     def beside_plain(self, plan: Plan) -> Plan:
         """The plan with the user's budget, and what the program needs without a plan and without slices."""
@@ -289,7 +275,7 @@ def _need(plan: Plan) -> int:
     return found.temp_bytes if found is not None else 0
 
 
-def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, most: float | None) -> Plan:
+def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
     A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget.
@@ -298,7 +284,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, most:
     refusals: list[InfeasibleBudgetError] = []
     for _ in range(TUNING.slice_corrections):
         try:
-            plan = whole(with_slices(program, runs), budget, most)
+            plan = whole(with_slices(program, runs), budget, is_trusted)
         except InfeasibleBudgetError as refused:
             if not is_whole_function(program, runs) or n_bytes is None:
                 raise
@@ -307,13 +293,13 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, most:
             plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
             return unfolded(program, runs, plan).replace(plain_measurement=plain)
         one = program_of_slice(program, runs[0])
-        needed = needed or _need(whole(one, Budget(NO_LIMIT), None))
+        needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
         try:
-            inside = whole(one, Budget(max(1, needed - (refusals[-1].least_bytes - n_bytes))), None)
+            inside = whole(one, Budget(max(1, needed - (refusals[-1].least_bytes - n_bytes))), True)
         except InfeasibleBudgetError as refused:  # its budget is that of a slice: report the whole program's
             if refused.least_bytes >= needed:
                 break
-            inside = whole(one, Budget(refused.least_bytes), None)
+            inside = whole(one, Budget(refused.least_bytes), True)
         found = Inside(inside.segments, inside.barriers, inside.loops)
         runs, needed = (replace(runs[0], inside=found, extra_share=recomputed_share(inside)),), _need(inside)
     raise min(refusals, key=lambda refused: refused.least_bytes)
