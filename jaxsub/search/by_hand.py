@@ -37,6 +37,8 @@ from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import Choice, NoBackwardPass, TracedRun, choice_of, choices, finer, trace_run
 
+BY_HAND = "by hand"
+"""How the planners' names of these plans begin."""
 NEXT = 4
 """The period is looked for between an equation and the next ones like it: a block has several of most kinds."""
 
@@ -111,7 +113,9 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
         if not is_loops:
             predicted = replace(predicted, temp_bytes=predicted.temp_bytes - _in_gradients(program, regions))
         ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
-        plan = Plan(program.fingerprint, Budget(), len(program.eqns), planner=f"by hand: {name}", prediction=predicted)
+        plan = Plan(
+            program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}", prediction=predicted
+        )
         found.setdefault(ways, plan.replace(**{"loops" if is_loops else "segments": ways}))
     return sorted(found.values(), key=lambda plan: plan.prediction.extra_flops if plan.prediction else 0.0)
 

@@ -22,6 +22,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
+from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
@@ -196,11 +197,14 @@ class _Search:
         return self.target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
 
     def _corrected(self) -> Budget:
-        """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it."""
+        """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it.
+
+        Predictions of plans by hand err otherwise.
+        """
         if self.budget == Budget():
             return self.budget
         pairs = [(p.prediction.temp_bytes, p.measurement.temp_bytes) for p in self.plans
-                 if p.slices and p.prediction and p.measurement]  # fmt: skip
+                 if p.slices and p.prediction and p.measurement and not p.planner.startswith(BY_HAND)]  # fmt: skip
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
     def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
