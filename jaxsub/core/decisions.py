@@ -55,7 +55,7 @@ class Split:
         return math.prod(size for name, size in self.mesh if name in self.names)
 
 
-WHOLE = Split()
+UNSPLIT = Split()
 """Every device has all of it."""
 
 
@@ -92,7 +92,7 @@ class Slices:
     inside: Inside = field(default_factory=lambda: Inside())
     within: tuple[tuple[int, int], ...] = ()
     axis: str = ""
-    split: Split = WHOLE
+    split: Split = UNSPLIT
 
     @property
     def parts(self) -> int:

@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxsub.core.decisions import WHOLE, Split
+from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
@@ -33,7 +33,7 @@ class At:
 
     start: Any
     size: int
-    split: Split = WHOLE
+    split: Split = UNSPLIT
 
 
 def read(env: Env, atom: Any, place: Place | None) -> Any:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxsub.core.decisions import WHOLE, Split
+from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis
@@ -44,7 +44,7 @@ def sliced(
     outputs: Sequence[Any],
     count: int,
     one: Callable[..., Any] | None = None,
-    split: Split = WHOLE,
+    split: Split = UNSPLIT,
 ) -> Callable[..., Values]:
     """Make a function of a run's inputs that runs it in slices, `count` at most.
 
@@ -80,7 +80,7 @@ def sliced(
 
 
 def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int,
-                   split: Split = WHOLE) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+                   split: Split = UNSPLIT) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """Trace one slice: a jaxpr of its start, its parts and the values read whole; return it with its results."""
     slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count), split=split)
     n_cut = len(axis.cut)
@@ -117,7 +117,7 @@ class _Slices:
     wanted: tuple[Any, ...]
     size: int
     planned: Callable[..., Any] | None = None
-    split: Split = WHOLE
+    split: Split = UNSPLIT
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]

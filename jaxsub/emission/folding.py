@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.core
 
-from jaxsub.core.decisions import WHOLE, Inside, Slices
+from jaxsub.core.decisions import UNSPLIT, Inside, Slices
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
@@ -64,9 +64,8 @@ def carried_over(program: Program, slices: Slices) -> Slices:
     parts = slices.parts if length % slices.parts == 0 else 1
     least = max(2, -(-length // slices.size))
     count = least if parts == 1 else next((c for c in range(least, length + 1) if length % (c * parts) == 0), least)
-    return replace(
-        slices, length=length, count=count, split=slices.split if parts > 1 and length % (count * parts) == 0 else WHOLE
-    )
+    is_split = parts > 1 and length % (count * parts) == 0
+    return replace(slices, length=length, count=count, split=slices.split if is_split else UNSPLIT)
 
 
 def program_of_slice(program: Program, slices: Slices) -> Program:

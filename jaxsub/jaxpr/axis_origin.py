@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxsub.core.decisions import WHOLE, Split
+from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS, Step
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
@@ -49,7 +49,7 @@ def reads_positions(steps: Iterable[Step]) -> bool:
     )
 
 
-def split_otherwise(steps: Iterable[Step], split: Split = WHOLE) -> Any:
+def split_otherwise(steps: Iterable[Step], split: Split = UNSPLIT) -> Any:
     """Find a constraint that splits the axis of some steps in another way than the arguments do; `None` for none."""
     for step in _all(steps):
         if step.eqn is not None and step.eqn.primitive.name == "sharding_constraint":
@@ -75,7 +75,7 @@ def split_of(program: Program, variable: Any, dim: int) -> Split | None:
     It is not known where the second of two joined dimensions is split, and where no argument has the axis.
     """
     if not program.is_sharded:
-        return WHOLE
+        return UNSPLIT
     inputs = {v: i for i, v in enumerate(program.invars)}
     found = [_split_of(program.shardings[inputs[v]], v.aval.shape, dims)
              for v, dims in origins(program.eqns, variable, (dim,)) if v in inputs and program.shardings]  # fmt: skip
@@ -93,7 +93,7 @@ def _split_of(sharding: Any, shape: Sequence[int], dims: Dims) -> Split | None:
     if any(n > 1 for n in parts[1:]) or is_explicit(sharding.mesh):
         return None
     if parts[0] == 1:
-        return WHOLE
+        return UNSPLIT
     names = sharding.spec[dims[0]]
     return Split(tuple(sharding.mesh.shape.items()), (names,) if isinstance(names, str) else tuple(names))
 

@@ -70,6 +70,7 @@ class _Piece:
         run: Its first node in that program, and the node after its last.
         entry_bytes: What the region starts from.
         times: How often it runs.
+        crossing: Bytes of each value that is made before a block and read in or behind it.
     """
 
     node: int
@@ -79,6 +80,7 @@ class _Piece:
     run: tuple[int, int]
     entry_bytes: int
     times: int = 1
+    crossing: tuple[int, ...] = ()
 
     def saved(self, saves: Saves) -> tuple[int, ...]:
         """Offsets of the values that a policy saves, from the first value that the piece makes."""
@@ -137,7 +139,10 @@ def _blocks(program: Program) -> list[_Piece]:
     live = live_bytes(graph)
     spans = [s for s in blocks_of(graph) if all(node.can_recompute for node in graph.nodes[s[0] : s[1]])]
     kinds = [kind_of(graph, program.signatures, *span) for span in spans]
-    return [_Piece(*span, kind, program, span, int(live[span[0]])) for span, kind in zip(spans, kinds, strict=True)]
+    made = list(zip(graph.values[len(graph.inputs) :], graph.last_uses()[len(graph.inputs) :], strict=True))
+    crossing = [tuple(v.n_bytes for v, last in made if (v.producer or 0) < start <= last) for start, _ in spans]
+    return [_Piece(*span, kind, program, span, int(live[span[0]]), crossing=sizes)
+            for span, kind, sizes in zip(spans, kinds, crossing, strict=True)]  # fmt: skip
 
 
 def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun],
@@ -236,8 +241,8 @@ def _in_gradients(program: Program, regions: Sequence[tuple[_Piece, TracedRun, C
             insort(free, made[begun][1])
             begun += 1
         first = graph.first_value(piece.node)
-        entry = [v.n_bytes for v in graph.values[len(graph.inputs) : first] if last[v.index] >= piece.node]
-        for size in sorted([*entry, *(graph.values[first + offset].n_bytes for offset in choice.saved)], reverse=True):
+        saved = (graph.values[first + offset].n_bytes for offset in choice.saved)
+        for size in sorted([*piece.crossing, *saved], reverse=True):
             if (at := bisect_left(free, size)) < len(free):
                 del free[at]
                 total += size

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.figures import predicted_bytes
-from jaxsub.core.figures import recomputed_share as recomputed_share
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer

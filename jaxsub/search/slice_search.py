@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Inside, Slices
 from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
@@ -23,7 +24,6 @@ from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.by_hand import BY_HAND
-from jaxsub.search.candidates import recomputed_share
 from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
 

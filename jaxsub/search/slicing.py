@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsub.core.decisions import WHOLE, Slices, Split
+from jaxsub.core.decisions import UNSPLIT, Slices, Split
 from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
@@ -78,7 +78,7 @@ class Found:
     is_head: bool
     within: tuple[tuple[int, int], ...] = ()
     weight: float = 1.0
-    split: Split = WHOLE
+    split: Split = UNSPLIT
 
     def slices(self, program: Program, count: int) -> Slices:
         """The run in slices, in a program."""
@@ -347,18 +347,22 @@ def _seeds_of(program: Program, start: int, stop: int, value: Value) -> list[tup
     """
     if stop - start <= TUNING.region_equations:
         return _seeds(program, start, stop)
-    graph, base = program.graph, program.graph.first_value(start)
+    graph, eqns, base = program.graph, program.eqns[start:stop], program.graph.first_value(start)
     reads = {variable_of(program, v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
     made = {value.index}
     for node in graph.nodes[value.producer or 0 : stop]:
         if not made.isdisjoint((*node.inputs, *node.outputs)):
             made.update(node.outputs)
-            dims = [(v, d) for v in node.outputs for d in range(len(graph.values[v].shape))]
-            found = (origins(program.eqns[start:stop], variable_of(program, v), (d,)) for v, d in dims)
-            seeds = dict.fromkeys((v, ds[0]) for some in found for v, ds in some if v in reads)
-            if wide := [(reads[v], dim) for v, dim in seeds if v.aval.shape[dim] > 1]:
-                return wide
+            found = [seed for v in node.outputs for seed in _sources(eqns, variable_of(program, v), reads)]
+            if found:
+                return list(dict.fromkeys(found))
     return []
+
+
+def _sources(eqns: Sequence[Any], variable: Any, inputs: Mapping[Any, int]) -> list[tuple[int, int]]:
+    """Dimensions of more than one element, of inputs by number, from which the dimensions of a variable come."""
+    found = (origins(eqns, variable, (dim,)) for dim in range(len(variable.aval.shape)))
+    return [(inputs[v], dims[0]) for some in found for v, dims in some if v in inputs and v.aval.shape[dims[0]] > 1]
 
 
 def _batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:
@@ -378,10 +382,7 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
         return None
     widest = max(program.graph.values, key=lambda v: (v.producer is not None, v.n_bytes))
     inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
-    sources = (origins(program.eqns, variable_of(program, widest.index), (dim,)) for dim in range(len(widest.shape)))
-    seeds = [
-        (inputs[v], dims[0]) for found in sources for v, dims in found if v in inputs and v.aval.shape[dims[0]] > 1
-    ]
+    seeds = _sources(program.eqns, variable_of(program, widest.index), inputs)
     found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
     wide = [run for run in found if run.carried_bytes // run.split.parts > TUNING.least_sliced_bytes]
     return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
