@@ -168,6 +168,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Untimed:
+    """A run of nodes that a plan executes again, before its seconds are known.
+
+    Attributes:
+        start: Its first node.
+        stop: The node after its last.
+        saved: Offsets of the values that it saves; `None` where its whole forward pass is executed.
+        times: How often it is executed, a loop's part of itself a fraction.
+    """
+
+    start: int
+    stop: int
+    saved: tuple[int, ...] | None
+    times: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted costs of a plan.
 
@@ -178,12 +195,12 @@ class Prediction:
         forward_flops: FLOPs of one forward pass, weighed alike.
         peak_at: The stage whose forward or backward pass has the peak.
         origin: Where the figures come from: `analytic`, `compiled` or `measured`.
-        extra_seconds: Seconds of the recompute, without `untimed`; `None` where unknown.
+        extra_seconds: Seconds of the recompute; `None` where unknown.
         step_seconds: Seconds of value and gradient without recompute; `None` where unknown.
         seconds_origin: Where the seconds come from: `roofline`, `roofline, nominal` (of a device whose figures are a
             guess) or `profiled`; empty where there are none.
         minimises: `flops`, or `seconds` where FLOPs are weighed by them.
-        untimed: Regions without seconds yet: first node, the node after the last, and offsets of saved values.
+        untimed: What is recomputed, while its seconds are not known.
     """
 
     temp_bytes: int
@@ -195,16 +212,16 @@ class Prediction:
     step_seconds: float | None = None
     seconds_origin: str = ""
     minimises: str = "flops"
-    untimed: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    untimed: tuple[Untimed, ...] = ()
 
     def faults(self, n_nodes: int) -> Iterator[str]:
         """Say what no replay predicts of a program of so many nodes, by field."""
         for name in ("temp_bytes", "extra_flops", "forward_flops", "peak_at", "extra_seconds", "step_seconds"):
             if ((figure := getattr(self, name)) or 0) < 0:
                 yield f"{name}: {figure} is below zero"
-        for start, stop, _ in self.untimed:
-            if not 0 <= start < stop <= n_nodes:
-                yield f"untimed: {start}:{stop} is no run of the {n_nodes} nodes"
+        for run in self.untimed:
+            if not 0 <= run.start < run.stop <= n_nodes:
+                yield f"untimed: {run.start}:{run.stop} is no run of the {n_nodes} nodes"
 
 
 @dataclass(frozen=True)
@@ -217,10 +234,9 @@ class Chain:
         crossings: The values that cross cuts.
         fingerprint: The program's fingerprint; plans carry it.
         origin: Where the costs come from: `analytic`, `compiled` or `measured`.
-        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where none are.
+        seconds_origin: Where seconds come from: `roofline`, `roofline, nominal` or `profiled`; empty where stages and
+            options have none: what a plan recomputes is timed when it is chosen.
         minimises: What planners minimise: `flops`, or `seconds` where FLOPs are weighed by them.
-        has_timed_options: Whether options have seconds; otherwise only stages and loops do, and the regions of a plan
-            are timed when it is chosen.
         saves_in_nests: Whether regions may save values inside nests; JAX's `jax_remat3` recomputes them.
     """
 
@@ -231,7 +247,6 @@ class Chain:
     origin: str = "by hand"
     seconds_origin: str = ""
     minimises: str = "flops"
-    has_timed_options: bool = True
     saves_in_nests: bool = True
 
     def __post_init__(self) -> None:

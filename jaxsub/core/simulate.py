@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jaxsub.core.chain import Chain, Option, Prediction, Run
+from jaxsub.core.chain import Chain, Option, Prediction, Run, Untimed
 from jaxsub.core.errors import PlannerError
 from jaxsub.core.timeline import own_recompute, stage_timeline
 
@@ -50,11 +50,10 @@ def predict(chain: Chain, runs: Sequence[Run]) -> Prediction:
     live, at = replay.live_bytes, replay.steps[replay.peak_step].start
     found = Prediction(max(live), extra_flops(chain, runs), chain.forward_flops, at, chain.origin)
     if not chain.seconds_origin:
-        return found
+        return replace(found, untimed=tuple(_untimed(chain, runs)))
     step = sum(s.forward_seconds + s.backward_seconds for s in chain.stages)
-    untimed = () if chain.has_timed_options else tuple(_untimed(chain, runs))
     return replace(found, extra_seconds=_recomputed(chain, runs, "seconds"), step_seconds=step,
-                   seconds_origin=chain.seconds_origin, minimises=chain.minimises, untimed=untimed)  # fmt: skip
+                   seconds_origin=chain.seconds_origin, minimises=chain.minimises)  # fmt: skip
 
 
 def extra_flops(chain: Chain, runs: Sequence[Run]) -> float:
@@ -73,8 +72,16 @@ def _each(runs: Sequence[Run], is_nested: bool = False) -> Iterator[tuple[Run, b
         yield from _each(run.children, is_nested=True)
 
 
-def _untimed(chain: Chain, runs: Sequence[Run]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the regions without known seconds, except those that a nest pays for."""
+def _untimed(chain: Chain, runs: Sequence[Run]) -> Iterator[Untimed]:
+    """Yield what runs recompute, as `own_recompute` counts it."""
     for run, is_paid in _each(runs):
-        if run.option and not (is_paid or run.option.loops or run.option.recompute_seconds):
-            yield chain.stages[run.start].start, chain.stages[run.stop - 1].stop, run.option.saved
+        stages, option = chain.stages[run.start : run.stop], run.option
+        if run.children:
+            yield from (Untimed(stage.start, stage.stop, None) for stage in stages[:-1])
+            yield Untimed(stages[-1].start, stages[-1].stop, ())
+        elif option is not None:
+            start, stop, flops = stages[0].start, stages[-1].stop, stages[0].forward_flops
+            if option.recompute_flops > option.loop_flops and not is_paid:
+                yield Untimed(start, stop, option.saved)
+            if option.loop_flops and flops:
+                yield Untimed(start, stop, None, option.loop_flops / flops)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from jaxsub.core.chain import Chain, Item, Option, Stage
+from jaxsub.core.chain import Chain, Item, Option, Stage, Untimed
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
@@ -50,11 +50,10 @@ class Pricer:
         store: The price cache for measured seconds, or `None`.
         progress: Called with each label as something is timed.
         profile: Where seconds come from: `False` or `"roofline"` for the target's figures, `True` to time the stages
-            on the device. Where it is not `False`, chains are weighed by seconds.
+            on the device. Where it is not `False`, stages and options have seconds, and chains are weighed by them.
         share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
-        has_seconds: Whether stages have seconds at all; those of a loop's body have none.
     """
 
     program: Program
@@ -65,7 +64,6 @@ class Pricer:
     share: float = 1.0
     gathered: tuple[int, ...] = ()
     offload: str | None = None
-    has_seconds: bool = True
     _traced: dict[Kind, Traced | None] = field(init=False, default_factory=dict)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _known: dict[tuple[str, Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
@@ -114,8 +112,7 @@ class Pricer:
         crossings = find_crossings(self.program.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
         chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic",
-                      self._clock.origin if self.has_seconds else "",
-                      has_timed_options=self._minimises_seconds,
+                      self._clock.origin if self._minimises_seconds else "",
                       saves_in_nests=compat.saves_in_nests())  # fmt: skip
         return run_passes(chain, self._passes())
 
@@ -136,13 +133,23 @@ class Pricer:
         return bool(self.profile or self.offload)
 
     def timed(self, plan: Plan) -> Plan:
-        """Add the seconds of a plan's regions, where its chain has no seconds of options."""
-        if plan.prediction is None or not plan.prediction.untimed:
-            return plan
+        """Add the seconds of a plan, where its chain has none."""
         found = plan.prediction
-        seconds = sum(self._recompute_seconds(*region) for region in found.untimed if not self._is_pinned(*region[:2]))
-        found = replace(found, extra_seconds=(found.extra_seconds or 0.0) + seconds, untimed=())
-        return plan.replace(prediction=found)
+        if found is None or found.seconds_origin:
+            return plan
+        again = sum(self._seconds_again(run) for run in found.untimed if not self._is_pinned(run.start, run.stop))
+        whole = sum(self._seconds(a, b).forward + self._seconds(a, b).backward for a, b in pairwise(self._cuts()))
+        return plan.replace(prediction=replace(found, extra_seconds=again, step_seconds=whole, untimed=(),
+                                               seconds_origin=self._clock.origin))  # fmt: skip
+
+    def _seconds_again(self, run: Untimed) -> float:
+        if run.saved is None:
+            return run.times * self._seconds(run.start, run.stop).forward
+        return run.times * self._recompute_seconds(run.start, run.stop, run.saved)
+
+    def _cuts(self) -> tuple[int, ...]:
+        """The partition that was priced first."""
+        return next(iter(self._chains))[0]
 
     def _worth(self, spans: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[tuple[int, int]]:
         """List the regions worth tracing: single stages, and longer ones if few or of kinds that occur repeatedly."""
@@ -194,9 +201,9 @@ class Pricer:
         graph = self.program.graph
         nodes = graph.nodes[start:stop]
         is_last = stop == len(graph.nodes)
+        passes = self._seconds(start, stop) if self._minimises_seconds else StageSeconds(0.0, 0.0)
         if self._is_pinned(start, stop):
-            seconds = eqns_seconds(self.program.eqns[start:stop], (), self.program.eqns[stop - 1].outvars, self.target)
-            return analytic.pinned_stage(graph, start, stop, hash(self._kind(start, stop)), seconds)
+            return analytic.pinned_stage(graph, start, stop, hash(self._kind(start, stop)), passes.forward)
         tail = self._run(start, stop)[1][0].recompute_flops
         transient = self._bytes("last" if is_last else "backward", start, stop, ())
         keep = self._bytes("last" if is_last else "keep", start, stop, ())
@@ -208,7 +215,8 @@ class Pricer:
         ahead = hoisted if what == TOGETHER else 0
         sums = summed_sizes(graph, cuts, start, stop)
         sizes = self._kept_sizes(start, stop, 0 if is_last else keep - dead_bytes)
-        made, passes = graph.made_by(start, stop), self._seconds(start, stop)
+        made = graph.made_by(start, stop)
+        tail_seconds = passes.scale * self._recompute_seconds(start, stop, ()) if self._minimises_seconds else 0.0
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
             self._bytes("forward", start, stop, ()), transient - dead_bytes * is_last,
@@ -216,7 +224,7 @@ class Pricer:
             (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - dead_bytes,
             sum(graph.values[v].n_bytes for v in made), made.start,
             hoisted,
-            passes.forward, passes.backward, passes.scale * self._recompute_seconds(start, stop, ()),
+            passes.forward, passes.backward, tail_seconds,
             sizes,
             gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
@@ -244,15 +252,14 @@ class Pricer:
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
         """Estimate or time the passes of a stage."""
-        if not self.has_seconds:
-            return StageSeconds(0.0, 0.0)
+        if self._is_pinned(start, stop):
+            eqns = self.program.eqns[start:stop]
+            return StageSeconds(eqns_seconds(eqns, (), eqns[-1].outvars, self.target), 0.0)
         traced, found = self._run(start, stop)
         return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
 
     def _recompute_seconds(self, start: int, stop: int, saved: tuple[int, ...]) -> float:
         """Estimate how much longer a backward pass takes than that of the choice of least recompute, by roofline."""
-        if not self.has_seconds:
-            return 0.0
         traced, found = self._run(start, stop)
         return self._clock.recompute(self._kind(start, stop), traced, saved, found[-1].saved)
 
@@ -262,16 +269,19 @@ class Pricer:
         graph, start, stop = self.program.graph, cuts[first], cuts[end]
         found = self._run(start, stop, cuts)[1]
         hoisted = sum(s.hoisted_bytes for s in stages)
-        scales = [self._seconds(s.start, s.stop).scale for s in stages if not self._is_pinned(s.start, s.stop)]
-        pace = sum(scales) / max(len(scales), 1)
-        options = []
+        pace, options = self._pace(stages) if self._minimises_seconds else 0.0, []
         for c in found:
             transient = self._bytes("backward", start, stop, c.saved)
-            seconds = pace * self._recompute_seconds(start, stop, c.saved) if self._minimises_seconds else 0.0
+            seconds = pace * self._recompute_seconds(start, stop, c.saved) if pace else 0.0
             sizes = saved_sizes(graph, start, stop, c.saved)
             options.append(Option(c.saved, c.saved_bytes + hoisted, transient, c.recompute_flops, seconds,
                                   saved_sizes=sizes))  # fmt: skip
         return with_offloading(graph, start, stop, options, self.target) if self.offload else tuple(options)
+
+    def _pace(self, stages: Sequence[Stage]) -> float:
+        """What was measured of stages over what roofline says of them."""
+        scales = [self._seconds(s.start, s.stop).scale for s in stages if not self._is_pinned(s.start, s.stop)]
+        return sum(scales) / max(len(scales), 1)
 
     def _is_loop(self, stage: Stage) -> bool:
         return stage.stop == stage.start + 1 and stage.start in self._loops
@@ -305,7 +315,7 @@ class Pricer:
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """Price a loop's body or a branch."""
-        return Pricer(body, self.target, self.store, self.progress, has_seconds=False).chain(cuts)
+        return Pricer(body, self.target, self.store, self.progress).chain(cuts)
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""

@@ -204,7 +204,7 @@ class Planning:
             plan = _trusted(candidates, budget)
         else:
             plan = self._fitted(verifier, candidates, budget, overrides)
-        plan = verifier.pricer.timed(plan)
+        plan = plan if is_trusted else verifier.pricer.timed(plan)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
         return planner.bounded(plan) if settings.bound and not is_trusted else plan

@@ -1,6 +1,6 @@
 """How long things take: by a target's figures, measured on this machine, and what plans make of it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -126,18 +126,24 @@ def test_only_the_regions_of_a_plan_are_timed(name, share):
     """By FLOPs options are not timed before they are chosen, and a plan says the same seconds as if all were."""
     loss, args = zoo.BY_NAME[name].toy()
     program = trace(loss, args, {}, argnums=0)
-    pricer = Pricer(program, H100)
-    chain = pricer.chain(find_cuts(program.graph))
-    assert not any(o.recompute_seconds for item in chain.items for o in item.options if not o.loops)
+    pricer, cuts = Pricer(program, H100), find_cuts(program.graph)
+    chain, by_time = pricer.chain(cuts), Pricer(program, H100, profile="roofline").chain(cuts)
+    assert not any(o.recompute_seconds for item in chain.items for o in item.options)
+    assert not any(stage.forward_seconds for stage in chain.stages)
 
-    def timed(item):
-        start, stop = chain.stages[item.start].start, chain.stages[item.stop - 1].stop
-        return replace(item, options=tuple(
-            o if o.loops else replace(o, recompute_seconds=pricer._recompute_seconds(start, stop, o.saved))
-            for o in item.options
-        ))  # fmt: skip
+    def timed(stage_or_option, flops):
+        names = [f.name for f in fields(flops) if f.name.endswith("_flops")]
+        return replace(stage_or_option, **{name: getattr(flops, name) for name in names})
 
-    whole = replace(chain, items=tuple(map(timed, chain.items)), has_timed_options=True)
+    whole = replace(
+        by_time,
+        minimises="flops",
+        stages=tuple(map(timed, by_time.stages, chain.stages)),
+        items=tuple(
+            replace(item, options=tuple(map(timed, item.options, beside.options)))
+            for item, beside in zip(by_time.items, chain.items, strict=True)
+        ),
+    )
     budget = int(share * predict(chain, chain.plain()).temp_bytes)
     untimed = []
     for planner in ("optimal", "chen", "recursive(1)"):
@@ -148,8 +154,8 @@ def test_only_the_regions_of_a_plan_are_timed(name, share):
         plan = get(planner)(chain, budget)
         untimed += plan.prediction.untimed
         got = pricer.timed(plan).prediction
-        assert got.extra_seconds == pytest.approx(wanted.extra_seconds)
-        assert replace(got, extra_seconds=wanted.extra_seconds) == wanted
+        assert (got.extra_seconds, got.step_seconds) == pytest.approx((wanted.extra_seconds, wanted.step_seconds))
+        assert replace(got, extra_seconds=wanted.extra_seconds, step_seconds=wanted.step_seconds) == wanted
     assert untimed
 
 

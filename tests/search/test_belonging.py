@@ -161,7 +161,7 @@ PLACES = {
     ("budget", "fraction"): (7.5, r"budget\.fraction: 7\.5 is not in"),
     ("prediction", "peak_at"): (-(10**6), r"prediction\.peak_at: -1000000 is below zero"),
     ("prediction", "extra_flops"): ("many", r"at `\$\.prediction\.extra_flops`"),
-    ("prediction", "untimed"): ([[0, 10**6, []]], r"prediction\.untimed: 0:1000000 is no run"),
+    ("prediction", "untimed"): ([dict(start=0, stop=10**6, saved=[])], r"prediction\.untimed: 0:1000000 is no run"),
     ("measurement", "temp_bytes"): (10**30, r"integer of at most 64 bits - at `\$\.measurement\.temp_bytes`"),
     ("measurement", "alias_bytes"): (10**9, r"measurement\.alias_bytes: 1000000000 is more than the outputs"),
     ("timeline", "pieces", 0, "stop"): (10**6, r"timeline\.pieces: none can be at steps \d+:1000000"),
