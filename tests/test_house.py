@@ -25,7 +25,7 @@ planners: memo milp_model milp_nested quantize dp_tables select baselines cheap 
 jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace
     differences arguments tangents axis_places axis_rules axis_bodies axes axis_origin product_rows
 devices: __init__ aot_worker targets aot compile
-partition: __init__ cuts inner_programs min_cut
+partition: __init__ cuts inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k fusion live_ranges cond_options dead_inputs roofline scan_options chain_builder

@@ -21,7 +21,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.inline import flatten_jaxpr, scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, in_its_width
-from jaxsub.partition.min_cut import read_avals, run_function, vjp_of
+from jaxsub.partition.run_function import read_avals, run_function, vjp_of
 from jaxsub.search.sliceable import Sliceable, sliceable
 
 
@@ -148,7 +148,7 @@ def residuals_of(program: Program) -> Residuals:
     function = run_function(program, 0, len(program.eqns))
 
     def forward(*inputs: Any) -> list[Any]:
-        return jax.tree.leaves(vjp_of(function, function.call, inputs)[1])
+        return jax.tree.leaves(vjp_of(function, inputs)[1])
 
     eqns, inputs, results, _ = flatten_jaxpr(jax.make_jaxpr(forward)(*read_avals(program, function)))
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}

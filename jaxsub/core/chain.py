@@ -169,7 +169,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Untimed:
-    """A run of nodes that a plan executes again, before its seconds are known.
+    """A run of nodes that a plan recomputes, before its seconds are known.
 
     Attributes:
         start: Its first node.

@@ -18,7 +18,7 @@ from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans
 from jaxsub.emission.scans import branch_programs
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.min_cut import trace_run
+from jaxsub.partition.traced_run import trace_run
 
 
 @dataclass(frozen=True, slots=True)

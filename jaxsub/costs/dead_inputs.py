@@ -14,7 +14,8 @@ from jaxsub.core.graph import Graph
 from jaxsub.costs.live_ranges import unread_inputs
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
-from jaxsub.partition.min_cut import Choice, TracedRun
+from jaxsub.partition.min_cut import Choice
+from jaxsub.partition.traced_run import TracedRun
 
 Stretch = tuple[int, int]
 Traced = tuple[TracedRun, tuple[Choice, ...]]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxsub.jaxpr.flops import primitives_in
-from jaxsub.partition.min_cut import TracedRun
+from jaxsub.partition.traced_run import TracedRun
 
 SCATTERS = frozenset(("scatter-add", "scatter_add"))
 HOISTING = SCATTERS | {"select_and_scatter_add", "scan"}

@@ -23,7 +23,7 @@ from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import aval_bytes
-from jaxsub.partition.min_cut import TracedRun, mark_of
+from jaxsub.partition.traced_run import TracedRun, mark_of
 
 Found = TypeVar("Found")
 MOST_KNOWN = 64

@@ -32,7 +32,8 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
 from jaxsub.jaxpr.trace import Program, aval_bytes
-from jaxsub.partition.min_cut import TracedRun, read_avals, run_function, vjp_of
+from jaxsub.partition.run_function import read_avals, run_function, vjp_of
+from jaxsub.partition.traced_run import TracedRun
 
 MATMULS = frozenset(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul scaled_matmul_wrapper "
@@ -232,7 +233,7 @@ def profile(program: Program, start: int, stop: int, target: Target) -> tuple[fl
     inputs = [_array(a) for a in read_avals(program, function)]
 
     def both(*inputs: Any) -> Any:
-        outs, pullback = vjp_of(function, function.call, inputs)
+        outs, pullback, _ = vjp_of(function, inputs)
         return outs, pullback(tuple(jnp.ones_like(o) for o in outs))
 
     forward, whole = _median_seconds((function.call, both), inputs, target)

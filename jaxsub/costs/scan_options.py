@@ -39,7 +39,8 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import TracedRun, choices, trace_run
+from jaxsub.partition.min_cut import choices
+from jaxsub.partition.traced_run import TracedRun, trace_run
 
 NEAR_FLOPS = 0.01
 """Choices are compared among those whose recomputed FLOPs differ by less than this share of the most."""

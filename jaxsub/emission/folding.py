@@ -22,7 +22,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_bodies import is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
-from jaxsub.jaxpr.trace import Program, program_of
+from jaxsub.jaxpr.trace import Program, program_of, remembered
 
 
 def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
@@ -36,14 +36,6 @@ def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], li
     return eqns, list(reads), returns
 
 
-def variable_of(program: Program, value: int) -> Any:
-    """Find the variable of a value of the graph."""
-    producer = program.graph.values[value].producer
-    if producer is None:
-        return program.invars[value]
-    return program.eqns[producer].outvars[value - program.graph.nodes[producer].outputs[0]]
-
-
 def axis_of(program: Program, slices: Slices) -> Axis:
     """Follow the axis along which a run is sliced.
 
@@ -51,7 +43,7 @@ def axis_of(program: Program, slices: Slices) -> Axis:
         NotIndependent: If it is not independent.
     """
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
-    return follow(eqns, reads, returns, variable_of(program, slices.value), slices.dim)
+    return follow(eqns, reads, returns, program.variable(slices.value), slices.dim)
 
 
 def carried_over(program: Program, slices: Slices) -> Slices:
@@ -68,6 +60,7 @@ def carried_over(program: Program, slices: Slices) -> Slices:
     return replace(slices, length=length, count=count, split=slices.split if is_split else UNSPLIT)
 
 
+@remembered
 def program_of_slice(program: Program, slices: Slices) -> Program:
     """Make a program of one slice: a function of its start, its parts, and the values read whole.
 
@@ -76,7 +69,7 @@ def program_of_slice(program: Program, slices: Slices) -> Program:
     axis = axis_of(program, slices)
     closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count, slices.split)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
-    active = {variable_of(program, v.index) for v in program.graph.values if v.is_differentiated}
+    active = {program.variable(v.index) for v in program.graph.values if v.is_differentiated}
     given = [None, *(v for v, _ in axis.cut), *axis.reads]
     positions = {len(consts) + i for i, v in enumerate(given) if v in active}
     losses = [i for i, v in enumerate(results) if v.aval.shape == () and is_inexact(v)]
@@ -97,8 +90,11 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
         >>> [e.primitive.name for e in with_slices(program, [Slices(0, 3, 1, 0, 2)]).eqns]
         ['jit']
     """
-    if not slices:
-        return program
+    return _with_slices(program, tuple(slices)) if slices else program
+
+
+@remembered
+def _with_slices(program: Program, slices: tuple[Slices, ...]) -> Program:
     given, eqns, at = list(program.eqns), list[Any](), 0
     for node in {run.within[0][0] for run in slices if run.within}:
         given[node] = _with_bodies_in_slices(program, node, [run for run in slices if run.within[:1]])
@@ -181,7 +177,7 @@ def _faults(program: Program, slices: Sequence[Slices]) -> Iterator[str]:
         if not 0 <= run.value < len(values) or not 0 <= run.dim < len(values[run.value].shape):
             yield f"{name} reads no dimension {run.dim} of value {run.value}"
             continue
-        if variable_of(program, run.value) not in run_of(program, run.start, run.stop)[1]:
+        if program.variable(run.value) not in run_of(program, run.start, run.stop)[1]:
             yield f"{name} does not read value {run.value}"
             continue
         try:

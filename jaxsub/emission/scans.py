@@ -30,7 +30,7 @@ from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of
-from jaxsub.partition.min_cut import run_function
+from jaxsub.partition.run_function import run_function
 
 Values = tuple[Any, ...]
 Step = Callable[[Values, Values, Values], tuple[Values, Values]]

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import hashlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate
 
 import jax.core
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ ONCE = frozenset("io_callback outside_call".split())
 """Primitives whose effect must happen once; equations that read or write a reference are not recomputed either."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Program:
     """A function traced at given shapes.
 
@@ -86,6 +87,13 @@ class Program:
         """List shapes and dtypes of all inputs, constants first."""
         return tuple(v.aval for v in self.invars)
 
+    def variable(self, value: int) -> Any:
+        """Find the variable of a value of the graph."""
+        producer = self.graph.values[value].producer
+        if producer is None:
+            return self.invars[value]
+        return self.eqns[producer].outvars[value - self.graph.nodes[producer].outputs[0]]
+
     def with_eqns(self, eqns: Sequence[Any]) -> Program:
         """Replace the equations by others that make the same outputs."""
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
@@ -116,6 +124,23 @@ def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
         given: Any = args[0]
         with as_wide_as(getattr(given, "program", given)):
             return work(*args, **kwargs)
+
+    return run
+
+
+def remembered(make: Callable[Concatenate[Program, P], R]) -> Callable[Concatenate[Program, P], R]:
+    """Wrap a function of a program and hashable arguments: what it makes is kept for as long as the program lives.
+
+    What it makes must not hold that program.
+    """
+    known: weakref.WeakKeyDictionary[Program, dict[Any, R]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def run(program: Program, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        mine, key = known.setdefault(program, {}), (args, *kwargs.items())
+        if key not in mine:
+            mine[key] = make(program, *args, **kwargs)
+        return mine[key]
 
     return run
 

@@ -23,7 +23,8 @@ from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.flops import COSTLY, bodies_of
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import find_cuts
-from jaxsub.partition.min_cut import Choice, choices, trace_run
+from jaxsub.partition.min_cut import Choice, choices
+from jaxsub.partition.traced_run import trace_run
 from jaxsub.planners import Planner
 from jaxsub.planners import get as get_planner
 

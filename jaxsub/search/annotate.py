@@ -30,7 +30,8 @@ from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.inline import scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import RunFunction, TracedRun, trace_function
+from jaxsub.partition.run_function import RunFunction
+from jaxsub.partition.traced_run import TracedRun, trace_function
 
 MOST_NAMED = 24
 """How many of the equations that a step recomputes are named."""

@@ -35,7 +35,8 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import Choice, NoBackwardPass, TracedRun, choice_of, choices, finer, trace_run
+from jaxsub.partition.min_cut import Choice, choice_of, choices, finer
+from jaxsub.partition.traced_run import NoBackwardPass, TracedRun, trace_run
 
 BY_HAND = "by hand"
 """How the planners' names of these plans begin."""

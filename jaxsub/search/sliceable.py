@@ -15,7 +15,7 @@ from typing import Any
 from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import program_within, run_of, variable_of
+from jaxsub.emission.folding import program_within, run_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import Dims, on_all_devices, origins
@@ -78,7 +78,7 @@ def _end_of(program: Program, found: Found) -> str:
     """The equation behind a run through which its axis is not independent."""
     eqns, reads, returns = run_of(program, found.start, len(program.eqns))
     try:
-        follow(eqns, reads, returns, variable_of(program, found.value), found.dim)
+        follow(eqns, reads, returns, program.variable(found.value), found.dim)
     except NotIndependent as why:
         return str(why)
     return ""
@@ -91,7 +91,7 @@ def named(program: Program, runs: Sequence[Slices]) -> tuple[Slices, ...]:
 
 def axis_words(program: Program, within: Sequence[tuple[int, int]], value: int, dim: int) -> str:
     """Name the axis that a dimension of a value in a body (as in `Slices`) is, by the argument that it comes from."""
-    found: list[tuple[Any, Dims]] = [(variable_of(program_within(program, within), value), (dim,))]
+    found: list[tuple[Any, Dims]] = [(program_within(program, within).variable(value), (dim,))]
     for depth in range(len(within), -1, -1):
         part = program_within(program, within[:depth])
         found = [origin for var, dims in found for origin in origins(part.eqns, var, dims) if origin[0] in part.invars]

@@ -28,7 +28,7 @@ from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import bodies_of_node, run_of, variable_of
+from jaxsub.emission.folding import bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
@@ -36,7 +36,8 @@ from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.partition.min_cut import TracedRun, choice_of, trace_run
+from jaxsub.partition.min_cut import choice_of
+from jaxsub.partition.traced_run import TracedRun, trace_run
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
@@ -348,12 +349,12 @@ def _seeds_of(program: Program, start: int, stop: int, value: Value) -> list[tup
     if stop - start <= TUNING.region_equations:
         return _seeds(program, start, stop)
     graph, eqns, base = program.graph, program.eqns[start:stop], program.graph.first_value(start)
-    reads = {variable_of(program, v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
+    reads = {program.variable(v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
     made = {value.index}
     for node in graph.nodes[value.producer or 0 : stop]:
         if not made.isdisjoint((*node.inputs, *node.outputs)):
             made.update(node.outputs)
-            found = [seed for v in node.outputs for seed in _sources(eqns, variable_of(program, v), reads)]
+            found = [seed for v in node.outputs for seed in _sources(eqns, program.variable(v), reads)]
             if found:
                 return list(dict.fromkeys(found))
     return []
@@ -382,7 +383,7 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
         return None
     widest = max(program.graph.values, key=lambda v: (v.producer is not None, v.n_bytes))
     inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
-    seeds = _sources(program.eqns, variable_of(program, widest.index), inputs)
+    seeds = _sources(program.eqns, program.variable(widest.index), inputs)
     found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
     wide = [run for run in found if run.carried_bytes // run.split.parts > TUNING.least_sliced_bytes]
     return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
@@ -395,7 +396,7 @@ def _follow_all(
     found: dict[Any, Found] = {}
     refused: list[NotIndependent] = []
     for value, dim in seeds:
-        variable = variable_of(program, value)
+        variable = program.variable(value)
         if any((variable, dim) in cut for cut in found):
             continue
         try:

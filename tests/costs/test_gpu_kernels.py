@@ -11,7 +11,7 @@ from jaxsub.costs.scheduler import Kernel, depth_first, greedy, peak_bytes
 from jaxsub.costs.split_k import n_parts
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.trace import trace
-from jaxsub.partition.min_cut import trace_run
+from jaxsub.partition.traced_run import trace_run
 
 H100 = get_target("h100")
 

@@ -16,7 +16,7 @@ from jaxsub.costs.live_ranges import hoisted_bytes, kept_bytes
 from jaxsub.costs.scheduler import Kernel, made_late, peak_bytes, schedule
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.trace import trace
-from jaxsub.partition.min_cut import trace_run
+from jaxsub.partition.traced_run import trace_run
 from jaxsub.search.verify import cut_choices
 
 CPU, H100 = get_target("cpu"), get_target("h100")

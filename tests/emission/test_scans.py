@@ -23,7 +23,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.emission.scans import body_program
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import trace_run
+from jaxsub.partition.traced_run import trace_run
 
 WS = random.normal(random.key(0), (13, 8, 8)) / 3
 X = random.normal(random.key(1), (16, 8))

@@ -12,7 +12,8 @@ from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.flops import ELEMENTWISE_WEIGHT
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result, tagged
 from jaxsub.jaxpr.trace import trace
-from jaxsub.partition.min_cut import choices, trace_run
+from jaxsub.partition.min_cut import choices
+from jaxsub.partition.traced_run import trace_run
 
 X = jnp.linspace(0.1, 2.0, 60, dtype=jnp.float32).reshape(3, 20)
 W = jnp.eye(20) * 0.9

@@ -1,0 +1,344 @@
+"""A run of nodes with its backward pass, flat: what costs and minimum cuts are computed from.
+
+JAX linearises and transposes one equation after the other. So does this, but each distinct equation of a program is
+traced once, and the backward pass of any run is composed of its equations': forward passes in order, then backward
+passes in reverse order, where cotangents of a value that is read twice are added. Values that may be saved are marked:
+a barrier stands behind each, and what reads the value reads the barrier's result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.inline import flatten_closed, live_eqns
+from jaxsub.jaxpr.max_pool_vjp import without_scatter
+from jaxsub.jaxpr.output_only_vjp import is_known_by_result
+from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
+from jaxsub.jaxpr.trace import Program
+from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
+
+MARK = "jaxsub_mark"
+"""The parameter of the barrier behind a marked value: the value's offset from the first that the run makes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class TracedRun:
+    """A run of nodes with its backward pass, flat.
+
+    Attributes:
+        function: The run.
+        forward: Equations of its forward pass, marked, without dead code.
+        inputs: Input variables of `forward`, one for each value in `function.reads`.
+        residuals: Atoms of `forward` that the backward pass reads.
+        backward: Equations of its backward pass.
+        backward_inputs: Its input variables: the residuals, then the cotangents of the outputs.
+        backward_outputs: Its outputs: cotangents of the differentiated inputs.
+        free: Offsets of values that the run returns: they are live anyway.
+        weights: For each value in `function.reads`, whether it is an input of the program.
+        returned: Atoms of `forward` that the run returns.
+    """
+
+    function: RunFunction
+    forward: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    residuals: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    backward_inputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    free: frozenset[int]
+    weights: tuple[bool, ...]
+    returned: tuple[Any, ...]
+
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """The part of `backward_inputs` that is cotangents."""
+        return self.backward_inputs[len(self.residuals) :]
+
+    @property
+    def aliases(self) -> dict[Any, Any]:
+        """For each residual among `backward_inputs`, its variable in `forward`."""
+        return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
+
+class NoBackwardPass(ValueError):
+    """A run whose backward pass cannot be traced by itself."""
+
+
+def trace_run(program: Program, start: int, stop: int) -> TracedRun:
+    """Trace a run of nodes and its backward pass, with every value that it makes marked.
+
+    `NoBackwardPass` if a derivative rule refuses, in its own way, cotangents of all that the run returns.
+
+    Example:
+        >>> from jaxsub.jaxpr.trace import trace
+        >>> program = trace(lambda x: jnp.sin(jnp.exp(x)).sum(), (jnp.ones(4),), {})
+        >>> run = trace_run(program, 0, 3)
+        >>> [e.primitive.name for e in run.forward if mark_of(e) is None], [e.primitive.name for e in run.backward]
+        (['exp', 'sin', 'cos', 'reduce_sum'], ['broadcast_in_dim', 'mul', 'mul'])
+    """
+    try:
+        return _Composed(program, start, stop).run()
+    except NotImplementedError:  # the program has no gradient, not this run alone
+        raise
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise NoBackwardPass(f"the backward pass of equations {start} to {stop} cannot be traced: {error}") from error
+
+
+def trace_function(
+    function: RunFunction, avals: Sequence[jax.ShapeDtypeStruct], opened: Sequence[str] = ()
+) -> TracedRun:
+    """Trace a function and its backward pass, with primitives in `opened`, such as those of regions, inlined."""
+    passes = _Passes.of(function, avals, opened)
+    returned = passes.outputs[: len(function.returns)]
+    forward = live_eqns(passes.forward, (*passes.residuals, *returned))
+    return TracedRun(function, tuple(forward), passes.inputs, passes.residuals, passes.backward,
+                     (*passes.residuals_in, *passes.cotangents), passes.gradients, frozenset(),
+                     (False,) * len(passes.inputs), returned)  # fmt: skip
+
+
+def mark_of(eqn: Any) -> int | None:
+    """Return the offset of the value that an equation marks, or `None`."""
+    return eqn.params.get(MARK) if eqn.primitive.name == "optimization_barrier" else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passes:
+    """Both passes of a function, each a flat jaxpr.
+
+    Attributes:
+        forward: Equations of the forward pass.
+        inputs: Its inputs.
+        outputs: Atoms of what the function returns: the differentiated outputs first.
+        residuals: Atoms of the forward pass that the backward pass reads.
+        backward: Equations of the backward pass.
+        residuals_in: Its inputs that are residuals.
+        cotangents: Its inputs that are cotangents of the differentiated outputs.
+        gradients: Its outputs, one for each differentiated input.
+    """
+
+    forward: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    residuals: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    residuals_in: tuple[Any, ...]
+    cotangents: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: RunFunction, avals: Sequence[jax.ShapeDtypeStruct], opened: Sequence[str] = ()) -> _Passes:
+        """Trace the passes of a function."""
+        trees: list[Any] = []
+
+        def residuals_of(*inputs: Any) -> Any:
+            outs, pullback, rest = vjp_of(function, inputs)
+            leaves, tree = jax.tree.flatten(pullback)
+            trees.append((tree, [compat.shape_of(jax.typeof(o)) for o in outs], len(leaves)))
+            return leaves, outs, rest
+
+        forward = jax.make_jaxpr(residuals_of)(*avals)
+        eqns, inputs, results = flatten_closed(forward, opened)
+        tree, cotangents, n = trees[0]
+        shapes = [compat.shape_of(a) for a in forward.out_avals[:n]]
+        backward = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(cts))(shapes, tuple(cotangents))
+        back_eqns, back_inputs, gradients = flatten_closed(backward, opened)
+        return cls(tuple(eqns), tuple(inputs), tuple(results[n:]), tuple(results[:n]), tuple(back_eqns),
+                   tuple(back_inputs[:n]), tuple(back_inputs[n:]), tuple(gradients))  # fmt: skip
+
+
+_PASSES: WeakKeyDictionary[Any, dict[Any, _Passes]] = WeakKeyDictionary()
+"""Passes of single equations, by the jaxpr that a program was traced to: programs with runs in slices share it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Composed:
+    """The passes of a run as they are put together."""
+
+    program: Program
+    start: int
+    stop: int
+    forward: list[Any] = field(init=False, default_factory=list)
+    backward: list[Any] = field(init=False, default_factory=list)
+    atoms: dict[Any, Any] = field(init=False, default_factory=dict)  # of the program -> of the forward pass
+    given: dict[Any, Any] = field(init=False, default_factory=dict)  # residuals -> inputs of the backward pass
+    sums: dict[int, Any] = field(init=False, default_factory=dict)  # values -> their cotangents so far
+
+    def run(self) -> TracedRun:
+        """Compose both passes."""
+        program, graph = self.program, self.program.graph
+        function = run_function(program, self.start, self.stop)
+        wanted = self._with_cotangents(function)
+        inputs = tuple(program.variable(v) for v in function.reads)
+        self.atoms.update((v, v) for v in inputs)
+        done = [self._run_forward(i, wanted) for i in range(self.start, self.stop)]
+        returned = tuple(self.atoms[program.variable(v)] for v in function.returns)
+        cotangents = {v: compat.new_var(program.variable(v).aval) for v in function.returns}
+        self.sums.update(cotangents)
+        for i, passes, inner in reversed(done):
+            if passes is not None:
+                self._run_backward(i, passes, inner, wanted)
+        gradients = [self._cotangent(function.reads[i]) for i in function.differentiated]
+        backward = live_eqns(self.backward, gradients)
+        read = {a for eqn in backward for a in eqn.invars if compat.is_var(a)}.union(filter(compat.is_var, gradients))
+        given = {r: v for r, v in self.given.items() if v in read}
+        free = frozenset(v - base for v, base in self._returned())
+        weights = tuple(graph.values[v].producer is None for v in function.reads)
+        return TracedRun(function, tuple(live_eqns(self.forward, (*given, *returned))), inputs, tuple(given),
+                         tuple(backward), (*given.values(), *cotangents.values()), tuple(gradients), free, weights,
+                         returned)  # fmt: skip
+
+    def _returned(self) -> Iterator[tuple[int, int]]:
+        made, last = self.program.graph.made_by(self.start, self.stop), self.program.graph.last_uses()
+        return ((v, made.start) for v in made if last[v] >= self.stop)
+
+    def _with_cotangents(self, function: RunFunction) -> set[int]:
+        """Find the values made here whose cotangents are needed: those that a differentiated result depends on."""
+        graph, found = self.program.graph, set(function.returns)
+        for node in reversed(graph.nodes[self.start : self.stop]):
+            if not found.isdisjoint(node.outputs):
+                found.update(v for v in node.inputs if graph.values[v].is_differentiated)
+        return found
+
+    def _run_forward(self, i: int, wanted: set[int]) -> tuple[int, _Passes | None, dict[Any, Any]]:
+        """Append an equation's forward pass; return its passes, if it has two, and their variables here."""
+        eqn, node = self.program.eqns[i], self.program.graph.nodes[i]
+        active = tuple(k for k, v in enumerate(node.outputs) if v in wanted)
+        if not active:
+            self.forward.append(eqn.replace(invars=[self._read(self.atoms, a) for a in eqn.invars]))
+            self.atoms.update((v, self._marked(v, value)) for v, value in zip(eqn.outvars, node.outputs, strict=True))
+            return i, None, {}
+        passes = self._passes(i, active)
+        inner = dict(zip(passes.inputs, (self.atoms[v] for v in _read_by(eqn)), strict=True))
+        by_result = passes.outputs[0] if is_known_by_result(eqn) else None
+        for part in passes.forward:
+            self.forward.append(_renamed(part, inner))
+            if by_result in part.outvars:
+                inner[by_result] = self._marked(inner[by_result], node.outputs[0])
+        order = (*active, *(k for k in range(len(node.outputs)) if k not in active))
+        for k, atom in zip(order, passes.outputs, strict=True):
+            found = self._read(inner, atom)
+            self.atoms[eqn.outvars[k]] = found if atom is by_result else self._marked(found, node.outputs[k])
+        return i, passes, inner
+
+    def _passes(self, i: int, active: tuple[int, ...]) -> _Passes:
+        program, graph = self.program, self.program.graph
+        eqn, values = program.eqns[i], graph.nodes[i].inputs
+        read = list(dict.fromkeys(values))
+        differentiated = tuple(k for k, v in enumerate(read) if graph.values[v].is_differentiated)
+        key = program.signatures[i], tuple(map(read.index, values)), differentiated, active
+        known = _PASSES.setdefault(program.traced, {})
+        if key not in known:
+            variables = _read_by(eqn)
+            avals = [compat.shape_of(v.aval) for v in variables]
+            function = RunFunction(_function_of(program, eqn, variables, active), tuple(read), differentiated,
+                                   tuple(graph.nodes[i].outputs[k] for k in active), frozenset())  # fmt: skip
+            known[key] = _Passes.of(function, avals)
+        return known[key]
+
+    def _marked(self, atom: Any, value: int) -> Any:
+        """Mark a value, if JAX can save it by name."""
+        offset = value - self.program.graph.made_by(self.start, self.stop).start
+        dtype = atom.aval.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, np.complexfloating):
+            return atom
+        found = compat.new_var(atom.aval)
+        self.forward.append(_barrier().replace(invars=[atom], outvars=[found], params={MARK: offset}))
+        return found
+
+    def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:
+        node = self.program.graph.nodes[i]
+        read = (self._given(self._read(inner, r)) for r in passes.residuals)
+        cotangents = (self._cotangent(v) for v in node.outputs if v in wanted)
+        here = dict(zip((*passes.residuals_in, *passes.cotangents), (*read, *cotangents), strict=True))
+        self.backward += [_renamed(eqn, here) for eqn in passes.backward]
+        zeros = {v for eqn in passes.backward if _is_zeros(eqn) for v in eqn.outvars}
+        values = [v for v in dict.fromkeys(node.inputs) if self.program.graph.values[v].is_differentiated]
+        for value, gradient in zip(values, passes.gradients, strict=True):
+            if gradient not in zeros if compat.is_var(gradient) else np.any(gradient.val):
+                self._add(value, self._read(here, gradient))
+
+    def _given(self, residual: Any) -> Any:
+        """The input of the backward pass that is a residual; a constant is itself."""
+        if not compat.is_var(residual):
+            return residual
+        if residual not in self.given:
+            self.given[residual] = compat.new_var(residual.aval)
+        return self.given[residual]
+
+    def _cotangent(self, value: int) -> Any:
+        """The cotangent of a value, all contributions added; zeros where there are none."""
+        if value not in self.sums:
+            aval = self.program.variable(value).aval
+            eqns, _, (self.sums[value],) = flatten_closed(jax.make_jaxpr(lambda: jnp.zeros(aval.shape, aval.dtype))())
+            self.backward += eqns
+        return self.sums[value]
+
+    def _add(self, value: int, contribution: Any) -> None:
+        if value in self.sums:
+            pair = [self.sums[value], contribution]
+            contribution = compat.new_var(pair[0].aval)
+            self.backward.append(_sum().replace(invars=pair, outvars=[contribution]))
+        self.sums[value] = contribution
+
+    @staticmethod
+    def _read(names: dict[Any, Any], atom: Any) -> Any:
+        return names.get(atom, atom) if compat.is_var(atom) else atom
+
+
+def _read_by(eqn: Any) -> list[Any]:
+    """The variables that an equation reads, each once."""
+    return list(dict.fromkeys(filter(compat.is_var, eqn.invars)))
+
+
+def _function_of(program: Program, eqn: Any, variables: Sequence[Any], active: Sequence[int]) -> Callable[..., Any]:
+    """One equation as the function of a run: of the variables that it reads, its differentiated outputs first."""
+    jaxpr = compat.make_jaxpr_of(without_scatter([eqn]), variables, eqn.outvars, program.traced)
+
+    def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        if is_known_by_result(eqn):
+            outs = [tagged_result(eqn, inputs[0], lambda result, _: result, 0)]
+        else:
+            outs = jax.core.eval_jaxpr(jaxpr, (), *inputs)
+        return tuple(outs[k] for k in active), tuple(out for k, out in enumerate(outs) if k not in active)
+
+    return call
+
+
+def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
+    """The equation with its variables renamed, those that it makes to new ones, which are added to `names`."""
+    invars = [_Composed._read(names, a) for a in eqn.invars]
+    outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+    names.update(zip(eqn.outvars, outvars, strict=True))
+    return eqn.replace(invars=invars, outvars=outvars)
+
+
+def _is_zeros(eqn: Any) -> bool:
+    """Whether an equation makes zeros of nothing: JAX gives these for an input that no output depends on."""
+    is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+    return is_constant and not np.any(eqn.invars[0].val)
+
+
+@functools.cache
+def _barrier() -> Any:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).eqns[0]
+
+
+@functools.cache
+def _sum() -> Any:
+    """An equation that adds cotangents, as JAX writes it."""
+
+    def both(x: Any) -> Any:
+        return jax.vjp(lambda x: (x * 2, x * 3), x)[1]((x, x))
+
+    return next(eqn for eqn in jax.make_jaxpr(both)(1.0).eqns if eqn.primitive.name == "add_any")
