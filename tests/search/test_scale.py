@@ -7,6 +7,7 @@ at, slices among them. At n, 2n and 4n layers linear work grows by d and then by
 import functools
 import pickle
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def watched(program):
     graph = program.graph
     graph = Graph(Watched(graph.nodes), Watched(graph.values), graph.inputs, graph.outputs, graph.fingerprint)
     changes = dict(graph=graph, eqns=Watched(program.eqns), signatures=Watched(program.signatures))
-    return type(program)(**{**{name: getattr(program, name) for name in program.__slots__}, **changes})
+    return replace(program, **changes)
 
 
 def traced(layers):
