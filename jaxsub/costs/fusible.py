@@ -42,7 +42,7 @@ WINDOWS = ("reduce_window_sum", "reduce_window_max", "select_and_scatter_add")
 
 def is_view(eqn: Any) -> bool:
     """Tell whether an equation's result shares its operand's memory."""
-    if eqn.primitive.name == "broadcast_in_dim":
+    if eqn.primitive.name in ("broadcast_in_dim", "slice"):
         a, v = eqn.invars[0], eqn.outvars[0]
         return bool(compat.is_var(a)) and math.prod(a.aval.shape) == math.prod(v.aval.shape)
     return eqn.primitive.name in VIEWS
@@ -170,3 +170,48 @@ def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Itera
 def array_bytes(v: Any) -> int:
     """Bytes of a value; 0 for other values than arrays."""
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
+
+
+BARRIER = "barrier"
+"""With its first result, the key of what readers of a barrier wait for."""
+
+
+def is_barrier(eqn: Any) -> bool:
+    """Tell whether what reads one operand's result waits for other operands too."""
+    return eqn.primitive.name == "optimization_barrier" and len(eqn.invars) > 1
+
+
+def written_over(eqn: Any) -> list[tuple[Any, Any]]:
+    """Results that are written over an operand, each with it: what a loop carries, what is updated."""
+    if eqn.primitive.name in IN_PLACE:
+        return [(eqn.outvars[0], eqn.invars[0])]
+    return list(zip(eqn.outvars, eqn.invars[slice(*carried_by(eqn))], strict=False))
+
+
+def carried_by(eqn: Any) -> tuple[int, int]:
+    """The first of a loop's operands that it carries, and the one after the last; of other equations none."""
+    if eqn.primitive.name != "scan":
+        return 0, 0
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    return n_consts, n_consts + n_carry
+
+
+def barrier(eqn: Any) -> Any:
+    """The buffer, of no bytes, that a barrier makes once all its operands are made."""
+    return eqn.outvars[0], BARRIER
+
+
+def literal_key(atom: Any) -> Any:
+    """Make the key of an atom that is a constant: equal for equal scalars."""
+    value = getattr(atom, "val", None)
+    return ("literal", str(value)) if getattr(value, "size", 1) == 1 else atom
+
+
+def equation_key(eqn: Any, ins: Sequence[Any]) -> Any:
+    """Make the key of equal elementwise equations; `None` where parameters are not hashable."""
+    key = (eqn.primitive.name, tuple(ins), tuple(v.aval.shape for v in eqn.outvars), tuple(eqn.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -35,14 +35,19 @@ from jaxsub.costs.fusible import (
     SLOW,
     TAKEN_IN,
     array_bytes,
+    barrier,
     broadcast_operands,
+    carried_by,
+    equation_key,
     flattened,
+    is_barrier,
     is_copied,
     is_dear,
     is_fusible,
     is_reduction,
     is_unary,
     is_view,
+    literal_key,
     scattered_last,
     summed_columns,
     threefry_bytes,
@@ -52,6 +57,7 @@ from jaxsub.costs.split_k import n_parts, padded, product_of
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.inline import flatten_closed
 
 LARGE = 2**20
 """Elements from which a CPU's library fuses products with sums of them: by trial, between 0.8 and 1.2 million."""
@@ -97,6 +103,8 @@ class Lives:
     _makers: dict[Any, Any] = field(init=False, default_factory=dict)
     _elementwise: dict[int, bool] = field(init=False, default_factory=dict)
     _parts: dict[Any, int] = field(init=False, default_factory=dict)
+    _behind: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _barriers: list[int] = field(init=False, default_factory=list)
     _work: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,8 +142,12 @@ class Lives:
         """Find views and equal equations, and the readers of each value."""
         seen: dict[Any, Any] = {}
         for position, eqn in enumerate(self.eqns):
-            ins = [self.base(a) if compat.is_var(a) else _literal(a) for a in eqn.invars]
+            ins = [self.base(a) if compat.is_var(a) else literal_key(a) for a in eqn.invars]
             if is_view(eqn):
+                if is_barrier(eqn):
+                    self._barriers.append(position)
+                behind = frozenset([barrier(eqn)]) if is_barrier(eqn) else self._barriers_before(eqn)
+                self._behind.update((v, behind) for v in eqn.outvars if behind)
                 for v, atom, base in zip(eqn.outvars, eqn.invars, ins, strict=False):
                     if compat.is_var(atom):
                         self._bases[v] = base
@@ -143,7 +155,8 @@ class Lives:
                             self._reshaped.add(v)
                 continue
             self._elementwise[position] = is_elementwise = is_fusible(eqn, self.is_cpu)
-            if is_elementwise and (key := _key(eqn, ins)) is not None:
+            known = [a if compat.is_var(a) and a in self._behind else b for a, b in zip(eqn.invars, ins, strict=True)]
+            if is_elementwise and (key := equation_key(eqn, known)) is not None:
                 if key in seen:
                     self._bases.update(zip(eqn.outvars, seen[key], strict=True))
                     continue
@@ -240,23 +253,45 @@ class Lives:
         """Make the kernels."""
         for v in self.given:
             self._through[v] = self._direct[v] = self._plain[v] = frozenset([v])
-        for position in self._work:
-            eqn = self.eqns[position]
-            if self._elementwise[position]:
-                self._fuse_elementwise(position, eqn)
-                continue
-            if eqn.outvars and eqn.outvars[0] in self._parts:
-                self._split(position, eqn)
-                continue
-            for v in eqn.outvars:
-                self._through[v] = self._direct[v] = frozenset([v])
-                self._plain[v] = frozenset() if v in self._flat else frozenset([v])
-            if is_reduction(eqn) or self._looks_through(eqn):
-                self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
-            else:
-                self._call(position, eqn)
+        for position in sorted((*self._work, *self._barriers)):
+            first = len(self.kernels)
+            self._make(position, self.eqns[position])
+            if not is_barrier(self.eqns[position]):
+                self._wait(first, self.eqns[position])
         for v, shape in sorted(self._wholes, key=lambda whole: self._wholes[whole]):
             self._materialise(self._wholes[v, shape], v, shape)
+
+    def _make(self, position: int, eqn: Any) -> None:
+        if is_barrier(eqn):
+            waits = self._roots(self._through, eqn) | self._barriers_before(eqn)
+            self.kernels.append(Kernel(position, (barrier(eqn),), frozenset(), (0,), after=waits))
+            return
+        if self._elementwise[position]:
+            self._fuse_elementwise(position, eqn)
+            return
+        if eqn.outvars and eqn.outvars[0] in self._parts:
+            self._split(position, eqn)
+            return
+        for v in eqn.outvars:
+            self._through[v] = self._direct[v] = frozenset([v])
+            self._plain[v] = frozenset() if v in self._flat else frozenset([v])
+        if is_reduction(eqn) or self._looks_through(eqn):
+            self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
+        else:
+            self._call(position, eqn)
+
+    def _wait(self, first: int, eqn: Any) -> None:
+        """Let the kernels of an equation, from a first one on, wait for the barriers before it."""
+        barriers = self._barriers_before(eqn)
+        if barriers and first == len(self.kernels):  # it is fused into what reads it
+            self._behind.update((v, barriers) for v in eqn.outvars)
+        for kernel in self.kernels[first:] if barriers else ():
+            kernel.after = barriers
+
+    def _barriers_before(self, eqn: Any) -> frozenset[Any]:
+        """The barriers that an equation reads results of."""
+        read = {v for a in eqn.invars if compat.is_var(a) for v in (a, self.base(a))}
+        return frozenset[Any]().union(*(self._behind.get(v, frozenset()) for v in read))
 
     def _call(self, position: int, eqn: Any) -> None:
         """Add the kernel of a product, or of other work that is not elementwise, with the work that it fuses."""
@@ -265,8 +300,9 @@ class Lives:
         wholes = self._materialised(product)
         self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
         over = [self.base(eqn.invars[0])] if eqn.primitive.name in IN_PLACE else []
+        carried = [frozenset(map(self.base, filter(compat.is_var, [a]))) for a in eqn.invars[slice(*carried_by(eqn))]]
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
-        self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over))
+        self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over), tuple(carried))
 
     def _split(self, position: int, eqn: Any) -> None:
         """Add a split-K product and the sum of its parts, which is fused into its readers unless it is stored."""
@@ -308,7 +344,7 @@ class Lives:
         return frozenset().union(*(self._plain.get(self.base(v), ()) for v in ins if v not in self._reshaped))
 
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
-             over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
+             over: frozenset[Any] = frozenset(), each: tuple[frozenset[Any], ...] = ()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
         inner = inner_peak(eqn, self.is_cpu)
         if self.is_cpu and (state := threefry_bytes(eqn)):
@@ -319,7 +355,7 @@ class Lives:
         shape = made[0].aval.shape if self._elementwise[position] else None
         if (axes := summed_columns(eqn)) is not None:
             shape = eqn.invars[0].aval.shape
-        self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes))
+        self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes, each))
 
     def _laid_out(self, position: int, eqn: Any) -> Iterable[Any]:
         """Yield the buffers that a product reads; some are copies in another layout."""
@@ -360,27 +396,22 @@ def is_part(buffer: Any) -> bool:
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:
-    """Predict the bytes that the inner programs of an equation allocate."""
+    """Predict the bytes that the inner programs of an equation allocate beside its results.
+
+    What a loop carries is in one buffer from its start to its end: a step may write it where it read it. Of arrays that
+    it iterates over a step takes a slice, in a buffer where what reads it is not fused with that. A region among
+    the equations of a step is part of it. Results of other inner programs are in the buffers of the equation's.
+    """
     if not (bodies := bodies_of(eqn)) or not is_costly(eqn):
         return 0
-    peaks = []
+    peaks, is_loop = [], eqn.primitive.name in ("scan", "while")
     for body in bodies:
-        outputs = [v for v in compat.open_jaxpr(body).outvars if compat.is_var(v)]
-        lives = Lives(body.eqns, (), outputs, {}, is_cpu)
-        peaks.append(peak_bytes(schedule(lives.kernels, (), is_cpu), {}, lives.ends(), set()))
+        eqns, inputs, results = flatten_closed(body, compat.REGIONS)
+        carried = {v: array_bytes(v) for v in inputs[slice(*carried_by(eqn))]}
+        taken = [compat.slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
+        given = (*carried, *(take.invars[0] for take in taken))
+        lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu)
+        free = set() if is_loop else lives.ends()
+        peak = peak_bytes(schedule(lives.kernels, given, is_cpu), carried, lives.ends(), free)
+        peaks.append(max(0, peak - sum(carried.values())))
     return max(peaks)
-
-
-def _literal(atom: Any) -> Any:
-    value = getattr(atom, "val", None)
-    return ("literal", str(value)) if getattr(value, "size", 1) == 1 else atom
-
-
-def _key(eqn: Any, ins: Sequence[Any]) -> Any:
-    """Make the key of equal elementwise equations; `None` where parameters are not hashable."""
-    key = (eqn.primitive.name, tuple(ins), tuple(v.aval.shape for v in eqn.outvars), tuple(eqn.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

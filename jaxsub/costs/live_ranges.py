@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jaxsub.core.chain import Stage
 from jaxsub.core.graph import Graph
-from jaxsub.costs.fusible import IN_PLACE, VIEWS
+from jaxsub.costs.fusible import VIEWS, written_over
 from jaxsub.costs.fusion import Lives, is_part
 from jaxsub.costs.hoisted_constants import TOGETHER
 from jaxsub.costs.multi_output_fusion import joined
@@ -117,10 +118,10 @@ def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
     function = traced.function
     pairs = zip(traced.backward_outputs, function.differentiated, strict=True)
     gradients = {lives.base(v): i not in function.joined for v, i in pairs if compat.is_var(v) and traced.weights[i]}
-    found: set[Any] = set()
-    for eqn in lives.eqns:
-        if eqn.primitive.name in IN_PLACE and lives.base(eqn.outvars[0]) in gradients:
-            found |= {lives.base(eqn.outvars[0]), lives.base(eqn.invars[0])}
+    every = ((lives.base(v), lives.base(a)) for eqn in lives.eqns for v, a in written_over(eqn) if compat.is_var(a))
+    over = [(made, read) for made, read in every if made in gradients]
+    read_by = Counter(read for _, read in over)  # what several results begin as is copied into each
+    found = {buffer for made, read in over for buffer in (made, read) if buffer is made or read_by[read] == 1}
     alone = {v for v, is_alone in gradients.items() if is_alone}
     return alone, found - alone
 
@@ -250,7 +251,11 @@ def _residuals(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
     waiting, found = set(traced.cotangents), set[Any]()
     sizes = {v: aval_bytes(v.aval) for v in traced.inputs}
     for kernel in lives.kernels:
-        is_late = not kernel.reads.isdisjoint(waiting) if gpu is None else kernel.position >= len(traced.forward)
+        is_late = (
+            not waiting.isdisjoint(kernel.reads | kernel.after)
+            if gpu is None
+            else kernel.position >= len(traced.forward)
+        )
         if is_late:
             waiting.update(kernel.makes)
             found |= kernel.reads

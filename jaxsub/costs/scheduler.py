@@ -33,6 +33,7 @@ class Kernel:
         shape: The shape of kernels that a GPU may fuse with others of that shape; `None` for other kernels.
         axes: The axes it sums over; `None` where it sums over none.
         each: For fused kernels: for each buffer they make, the operands that it may overwrite.
+        after: The buffers that have to be made before, though it does not read them: a barrier waits for them.
     """
 
     position: int
@@ -45,6 +46,7 @@ class Kernel:
     shape: tuple[int, ...] | None = None
     axes: tuple[int, ...] | None = None
     each: tuple[frozenset[Any], ...] = ()
+    after: frozenset[Any] = frozenset()
 
 
 def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> list[Kernel]:
@@ -53,10 +55,11 @@ def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> l
         return list(kernels)
     made = {buffer for kernel in kernels for buffer in kernel.makes}
     known = set(given)
-    missing = [len((k.reads & made) - known) for k in kernels]
+    waits = [((k.reads | k.after) & made) - known for k in kernels]
+    missing = list(map(len, waits))
     readers: dict[Any, list[int]] = {}
-    for i, kernel in sorted(enumerate(kernels), key=lambda pair: pair[1].is_late):
-        for buffer in kernel.reads:
+    for i, _ in sorted(enumerate(kernels), key=lambda pair: pair[1].is_late):
+        for buffer in waits[i]:
             readers.setdefault(buffer, []).append(i)
     ready, order = deque(i for i, n in enumerate(missing) if not n), []
     while ready:

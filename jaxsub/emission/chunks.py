@@ -70,7 +70,7 @@ def sliced(
     def call(*args: Any) -> Values:
         env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
         evaluate([whole_step(eqn) for eqn in axis.before], env, None)
-        parts = (jax.lax.slice_in_dim(env[v, None], 0, axis.length * p.unit, axis=p.dim) for v, p in axis.cut)
+        parts = (_first(env[v, None], axis.length * p.unit, p.dim) for v, p in axis.cut)
         made = slices(*parts, *(env[v, None] for v in axis.reads))
         env.update({(v, None): x for v, x in zip(wanted, made, strict=True)})
         evaluate([whole_step(eqn) for eqn in axis.after], env, None)
@@ -175,11 +175,12 @@ class _Slices:
 
         def body(totals: Values, x: Any) -> tuple[Values, Values]:
             region = compat.checkpoint(lambda start, parts, *w: step(start, self.size, parts, w), prevent_cse=False)
-            results, more = region(*x, *wholes)
+            start, parts = x
+            results, more = region(start, tuple(map(self.part, parts, places)), *wholes)
             return put(totals, (*results, *more))
 
         firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
-        head = tuple(_stacked(x, p, n, self.size, self.split.parts) for x, p in zip(cut, places, strict=True))
+        head = tuple(self.stacked(x, p, n) for x, p in zip(cut, places, strict=True))
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
         found = [flat(y, p, self.split.parts) for y, p in zip(ys, carried, strict=True)]
@@ -194,6 +195,21 @@ class _Slices:
         values = [next(arrays) if isinstance(s, Place) else next(done) for s in states]
         k = len(self.wanted)
         return tuple(x.astype(v.aval.dtype) for x, v in zip(values[:k], self.wanted, strict=True)), tuple(values[k:])
+
+    def stacked(self, x: Any, place: Place, n: int) -> Any:
+        """Stack the first `n` slices of an array, each with its share of every part.
+
+        A slice of one has no dimension for it: XLA copies an array whose dimension of one is moved.
+        """
+        width, parts, d = self.size * place.unit, self.split.parts, place.dim
+        whole, shape = _first(x, n * width, d), (*x.shape[:d], parts, n, width // parts, *x.shape[d + 1 :])
+        if parts == 1:
+            return jnp.moveaxis(whole if width == 1 else whole.reshape(*shape[:d], *shape[d + 1 :]), d, 0)
+        return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], -1, *x.shape[d + 1 :])
+
+    def part(self, x: Any, place: Place) -> Any:
+        """One of the slices that `stacked` stacks."""
+        return jnp.expand_dims(x, place.dim) if self.split.parts == 1 == self.size * place.unit else x
 
 
 def _differentiable(slices: _Slices) -> Callable[..., Values]:
@@ -294,13 +310,9 @@ def joined(total: Any, part: Any, state: State) -> Any:
     return jnp.maximum(total, part) if state == Total("max") else jnp.minimum(total, part)
 
 
-def _stacked(x: Any, place: Place, n: int, size: int, parts: int) -> Any:
-    """Stack the first `n` slices of an array, each with its share of every part."""
-    whole, d = jax.lax.slice_in_dim(x, 0, n * size * place.unit, axis=place.dim), place.dim
-    shape = (*x.shape[:d], parts, n, size * place.unit // parts, *x.shape[d + 1 :])
-    if parts == 1:
-        return jnp.moveaxis(whole.reshape(*shape[:d], *shape[d + 1 :]), d, 0)
-    return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], -1, *x.shape[d + 1 :])
+def _first(x: Any, n: int, dim: int) -> Any:
+    """The first `n` along a dimension."""
+    return x if n == x.shape[dim] else jax.lax.slice_in_dim(x, 0, n, axis=dim)
 
 
 def flat(ys: Any, place: Place, parts: int = 1) -> Any:

@@ -179,6 +179,24 @@ def new_var(aval: Any) -> Any:
     return jex_core.Var(aval)
 
 
+@functools.cache
+def barrier_eqn() -> Any:
+    """An equation of an optimization barrier, to replace the variables of."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).eqns[0]
+
+
+def slice_eqn(made: Any) -> Any:
+    """An equation that takes a variable from a larger array, a new variable: for analyses, not to be evaluated."""
+    return _slice_eqn().replace(invars=[new_var(made.aval), *_slice_eqn().invars[1:]], outvars=[made])
+
+
+@functools.cache
+def _slice_eqn() -> Any:
+    return jax.make_jaxpr(lambda x: jax.lax.dynamic_slice(x, (0,), (1,)))(jax.ShapeDtypeStruct((2,), "float32")).eqns[
+        -1
+    ]
+
+
 def is_var(atom: Any) -> bool:
     """Tell whether an atom of a jaxpr is a variable rather than a literal."""
     return not isinstance(atom, jex_core.Literal)

@@ -32,7 +32,7 @@ def flatten_jaxpr(
 
     jaxpr = compat.open_jaxpr(closed)
     eqns: list[Any] = []
-    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     env: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         _inline(eqn, env, eqns, hoisted, None, body_of)
@@ -70,6 +70,10 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         return
     if caller is not None:
         eqn = eqn.replace(source_info=compat.within(eqn, caller))
+    if eqn.primitive.name in compat.REGIONS and eqn.params.get("prevent_cse", True) and invars:
+        fenced = [compat.new_var(a.aval) for a in invars]  # as JAX lowers it
+        eqns.append(compat.barrier_eqn().replace(invars=invars, outvars=fenced))
+        invars = fenced
     jaxpr = compat.open_jaxpr(body)
     inner: dict[Any, Any] = dict(zip(jaxpr.invars, invars, strict=True))
     for var, const in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=False):

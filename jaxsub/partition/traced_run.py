@@ -253,7 +253,7 @@ class _Composed:
         if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, np.complexfloating):
             return atom
         found = compat.new_var(atom.aval)
-        self.forward.append(_barrier().replace(invars=[atom], outvars=[found], params={MARK: offset}))
+        self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found], params={MARK: offset}))
         return found
 
     def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:
@@ -327,11 +327,6 @@ def _is_zeros(eqn: Any) -> bool:
     """Whether an equation makes zeros of nothing: JAX gives these for an input that no output depends on."""
     is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
     return is_constant and not np.any(eqn.invars[0].val)
-
-
-@functools.cache
-def _barrier() -> Any:
-    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).eqns[0]
 
 
 @functools.cache

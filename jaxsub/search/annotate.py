@@ -185,7 +185,9 @@ def _again(traced: TracedRun) -> list[Any]:
     waiting = set(traced.cotangents)
     found = []
     for eqn in traced.backward:
-        if any(a in waiting for a in eqn.invars if compat.is_var(a)):
+        if eqn.primitive.name == "optimization_barrier":
+            waiting.update(v for a, v in zip(eqn.invars, eqn.outvars, strict=True) if compat.is_var(a) and a in waiting)
+        elif any(a in waiting for a in eqn.invars if compat.is_var(a)):
             waiting.update(eqn.outvars)
         elif any(compat.is_var(a) for a in eqn.invars):
             found.append(eqn)

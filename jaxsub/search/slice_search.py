@@ -282,28 +282,45 @@ def _need(plan: Plan) -> int:
 def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
-    A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget.
+    A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget. What is
+    predicted to need more than predictions err by is not compiled, unless no slice can be planned for less.
     """
     n_bytes, needed = budget.n_bytes, 0
+    if n_bytes is None or not is_whole_function(program, runs):
+        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     refusals: list[InfeasibleBudgetError] = []
     for _ in range(TUNING.slice_corrections):
-        try:
-            plan = whole(with_slices(program, runs), budget, is_trusted)
-        except InfeasibleBudgetError as refused:
-            if not is_whole_function(program, runs) or n_bytes is None:
-                raise
-            refusals.append(refused)
-        else:
-            plain = plan.plain_measurement if budget.fraction is not None else None  # of the program with slices
-            return unfolded(program, runs, plan).replace(plain_measurement=plain)
+        folded = with_slices(program, runs)
+        found = _plan_or_refusal(whole, folded, budget, True)
+        is_far = not isinstance(found, Plan) and found.least_bytes > TUNING.prediction_error * n_bytes
+        if not (is_trusted or is_far):
+            found = _plan_or_refusal(whole, folded, budget, False)
+        if isinstance(found, Plan):
+            return _unfolded(program, runs, found, budget)
+        if is_trusted or not is_far:
+            refusals.append(found)
         one = program_of_slice(program, runs[0])
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
-        try:
-            inside = whole(one, Budget(max(1, needed - (refusals[-1].least_bytes - n_bytes))), True)
-        except InfeasibleBudgetError as refused:  # its budget is that of a slice: report the whole program's
-            if refused.least_bytes >= needed:
+        inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
+        if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
+            if inside.least_bytes >= needed:
                 break
-            inside = whole(one, Budget(refused.least_bytes), True)
-        found = Inside(inside.segments, inside.barriers, inside.loops)
-        runs, needed = (replace(runs[0], inside=found, extra_share=recomputed_share(inside)),), _need(inside)
+            inside = whole(one, Budget(inside.least_bytes), True)
+        planned = Inside(inside.segments, inside.barriers, inside.loops)
+        runs, needed = (replace(runs[0], inside=planned, extra_share=recomputed_share(inside)),), _need(inside)
+    if not refusals:
+        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     raise min(refusals, key=lambda refused: refused.least_bytes)
+
+
+def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool) -> Plan | InfeasibleBudgetError:
+    try:
+        return whole(program, budget, is_trusted)
+    except InfeasibleBudgetError as refused:
+        return refused
+
+
+def _unfolded(program: Program, runs: Runs, plan: Plan, budget: Budget) -> Plan:
+    """The plan of the program, with what it needs as it is where that is not the program with slices."""
+    plain = plan.plain_measurement if budget.fraction is not None else None
+    return unfolded(program, runs, plan).replace(plain_measurement=plain)

@@ -1,0 +1,65 @@
+"""What a whole function in slices needs, each slice planned too, is predicted as the compiler allocates it."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+import jaxsub
+from jaxsub.core.decisions import Inside
+from jaxsub.costs.chain_builder import Pricer
+from jaxsub.devices.targets import get_target
+from jaxsub.emission.folding import program_of_slice, with_slices
+from jaxsub.jaxpr.trace import trace
+from jaxsub.planners import get
+from jaxsub.search.slicing import asked
+from jaxsub.search.verify import Verifier, cut_choices
+
+
+def deep(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def wide(ws, x):
+    """Layers that mix all axes but the batch, so that a slice may be of one."""
+    for w in ws:
+        x = jnp.tanh(jnp.einsum("bnd,nm->bmd", jnp.cumsum(x, 2) / 4096, w))
+    return (x**2).mean()
+
+
+def gated(ws, x):
+    for w in ws:
+        h = x @ w
+        x = x + h * jnp.reciprocal(1 + jnp.exp(-h))
+    return jnp.mean(x * x)
+
+
+WEIGHTS = [jnp.eye(64)] * 12
+CASES = [
+    (deep, jnp.ones((8192, 64)), 8),
+    (deep, jnp.ones((8192, 64)), 32),
+    (wide, jnp.ones((4, 64, 4096)), 4),
+    (gated, jnp.ones((4096, 64)), 4),
+]
+
+
+@pytest.mark.parametrize(("fun", "x", "count"), CASES, ids=[f"{fun.__name__} in {n}" for fun, _, n in CASES])
+@pytest.mark.parametrize("is_planned", [False, True], ids=["kept", "least"])
+def test_slices_need_what_is_predicted(fun, x, count, is_planned):
+    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers."""
+    program, cpu = trace(fun, (WEIGHTS, x), {}), get_target("cpu")
+    (run,) = asked(program, {0: count})
+    if is_planned:
+        part = program_of_slice(program, run)
+        chain = Pricer(part, cpu).chain(cut_choices(part)[0])
+        with pytest.raises(jaxsub.InfeasibleBudgetError) as refused:
+            get("optimal")(chain, 1)
+        plan = get("optimal")(chain, refused.value.least_bytes)
+        run = replace(run, inside=Inside(plan.segments, plan.barriers, plan.loops))
+    folded = Pricer(with_slices(program, (run,)), cpu)
+    (stage,) = folded.chain((0, len(folded.program.eqns))).stages
+    verifier = Verifier(folded)
+    measured = verifier.measure(verifier.empty()).temp_bytes
+    assert stage.keep_transient_bytes == pytest.approx(measured, rel=0.1)
