@@ -130,8 +130,11 @@ class _Search:
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
-            if self._try(found[1]) and found[1] and (fewer := self._fewest(found[1], self.plans[-1])) != found[1]:
-                self._try(fewer)
+            for runs in dict.fromkeys((self._fewest(found[1]), found[1])):
+                if self._try(runs):
+                    if (fewer := self._fewest(runs, self.plans[-1])) != runs:
+                        self._try(fewer)
+                    break
         if WHOLE in sets and self._may_err():
             self._try(WHOLE)
 
@@ -156,10 +159,16 @@ class _Search:
         """Whether the program without slices is predicted to need far more than the budget."""
         return self._said()[1] > TUNING.plain_far * self.n_bytes
 
+    def _least_share(self) -> float:
+        """What the program without slices is predicted to recompute, if it fits at all."""
+        share, least_bytes = self._said()
+        return recomputed_share(self._planned(WHOLE, Budget(least_bytes), True)) if least_bytes else share
+
     def _may_err(self) -> bool:
         """Whether the program without slices may fit though it is predicted not to, and nothing found is better."""
         if self.plans:
-            return min(map(recomputed_share, self.plans)) > TUNING.little_recompute and not self._is_far()
+            found = min(map(recomputed_share, self.plans))
+            return found > TUNING.little_recompute and not self._is_far() and self._least_share() < found
         return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
 
     def _bounded(self) -> Budget:
@@ -212,21 +221,24 @@ class _Search:
             return self.whole(self.program, budget, is_trusted)
         return _in_slices(self.program, runs, budget, self.whole, is_trusted)
 
-    def _fewest(self, runs: Runs, plan: Plan) -> Runs:
+    def _fewest(self, runs: Runs, plan: Plan | None = None) -> Runs:
         """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
 
         What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
+        What grows with a slice is twice as large in half as many.
         """
-        if self.budget == Budget():
+        if self.budget == Budget() or not runs:
             return runs
         with contextlib.suppress(InfeasibleBudgetError):
-            less = _need(self._planned(runs, self._corrected(), True)) - _need(plan)
-            room = Budget(max(1, int(self.n_bytes / TUNING.prediction_error) + less))
-            while (fewer := tuple(map(_halved, runs))) != runs:
-                found = self._planned(fewer, room, True)
+            now = self._planned(runs, self._corrected(), True)
+            plan, needs = plan or now, _need(now)
+            room = max(1, int(self.n_bytes / TUNING.prediction_error) + needs - _need(plan))
+            while needs <= room and (fewer := tuple(map(_halved, runs))) != runs:
+                found = self._planned(fewer, Budget(room), True)
                 if round(recomputed_share(found), 3) > round(recomputed_share(plan), 3):
                     break
-                runs = fewer
+                runs, before, now = fewer, now, found
+                needs = 3 * _need(now) - 2 * _need(before)
         return runs
 
     def _try(self, runs: Runs) -> bool:
