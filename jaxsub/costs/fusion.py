@@ -163,7 +163,7 @@ class Lives:
                 seen[key] = eqn.outvars
             self._work.append(position)
             self._makers.update((v, eqn) for v in eqn.outvars)
-            self._flat.update(flattened(eqn, ins))
+            self._flat.update(flattened(eqn, [v for a, v in zip(eqn.invars, ins, strict=True) if compat.is_var(a)]))
             if self.gpu is not None and (parts := n_parts(eqn, self.gpu)) > 1:
                 self._parts[eqn.outvars[0]] = parts
             for v in filter(compat.is_var, ins):

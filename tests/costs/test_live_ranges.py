@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import zoo
 
@@ -49,8 +50,9 @@ def row_norm(x):
         (lambda x: jnp.sum(jnp.tanh(x)) + jnp.sum(jnp.tanh(x) * x), 1, 0),  # slow, and done once
         (lambda x: (x + 1) @ x[0], 2, 1),  # a product reads and makes arrays; a GPU's does unary work itself
         (lambda x: jnp.sum((x @ x[0]) * 3 + x), 1, 1),  # a product takes in what is made of it
+        (lambda x: jnp.sum(jax.lax.dot_general(np.float32(2), x, (((), ()), ((), ())))), 1, 1),  # as is one by a number
     ],
-    ids=["chain", "rows", "slow", "product", "epilogue"],
+    ids=["chain", "rows", "slow", "product", "epilogue", "number"],
 )
 def test_what_is_stored(function, on_cpu, on_gpu):
     """A CPU stores what is slow and shared, and what a sum reads that others read too; a GPU does that work again."""
