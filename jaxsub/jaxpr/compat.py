@@ -346,6 +346,12 @@ def inlined_body(eqn: Any) -> Any | None:
     return params["jaxpr"]
 
 
+def inlined_call(eqn: Any) -> Any:
+    """Return a `jit` equation that is inlined wherever it is traced; up to 0.11 the parameter is a flag."""
+    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+    return eqn.replace(params={**eqn.params, "inline": inline})
+
+
 def within(eqn: Any, caller: Any) -> Any:
     """Make an inlined equation's source information: in its caller's scopes, at the caller's line if it has none."""
     info, outer = eqn.source_info, caller.source_info
