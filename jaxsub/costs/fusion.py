@@ -48,6 +48,7 @@ from jaxsub.costs.fusible import (
     is_unary,
     is_view,
     literal_key,
+    masked_bytes,
     scattered_last,
     summed_columns,
     threefry_bytes,
@@ -346,7 +347,7 @@ class Lives:
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset(), each: tuple[frozenset[Any], ...] = ()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
-        inner = inner_peak(eqn, self.is_cpu)
+        inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state,), state
         is_late = self._elementwise[position] and all(

@@ -191,7 +191,7 @@ def test_what_needs_less_than_the_least_that_was_predicted_is_named():
 
 
 def test_where_only_the_least_fits_less_recomputation_is_looked_for():
-    """Two plans near the budget miss it, the second by more, so the least is tried: it is not the only one that fits."""
+    """Two plans near the budget miss it, the second by more; then the least is not taken if less recomputation fits."""
     rows = (0.49, 0.72, 3.8), (0.74, 0.84, 0.5), (0.88, 0.92, 0.24), (0.992, 1.07, 0.1), (0.997, 1.001, 0.09)
     assert repaired(*rows) == (0.24, 5)
 
