@@ -95,8 +95,8 @@ def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> 
     call: Any = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns[0]
     if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
         raise AssertionError(f"rewritten, `{eqn.primitive.name}` returns {call.outvars}, as it was {eqn.outvars}")
-    call = compat.inlined_call(call)
-    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+    params = {**call.params, **compat.INLINE}
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), params=params, source_info=eqn.source_info)
 
 
 def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -170,6 +170,7 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
         region.check = lambda self, *_: look(self.policy, open_jaxpr(self.jaxpr))
 
 
+INLINE = {"inline": jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True}  # of a `jit` equation: up to 0.11 a flag
 REGIONS = ("checkpoint", "remat", "remat2")
 """Names of `jax.checkpoint`'s primitive, by version."""
 
@@ -344,12 +345,6 @@ def inlined_body(eqn: Any) -> Any | None:
     if any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))):
         return None
     return params["jaxpr"]
-
-
-def inlined_call(eqn: Any) -> Any:
-    """Return a `jit` equation that is inlined wherever it is traced; up to 0.11 the parameter is a flag."""
-    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-    return eqn.replace(params={**eqn.params, "inline": inline})
 
 
 def within(eqn: Any, caller: Any) -> Any:
