@@ -74,6 +74,23 @@ def threefry_bytes(eqn: Any) -> int:
     return int(2 * math.prod(eqn.outvars[0].aval.shape) * max(4, eqn.params["bit_width"] // 8))
 
 
+def masked_bytes(eqn: Any) -> int:
+    """What a product by groups of rows takes beside its result on a CPU, where JAX lowers it to one product.
+
+    Operands are copied once for each group, with zeros in the other groups' rows: the left one, and the weights in
+    another layout; where rows are summed, both (`_ragged_dot_general_impl` of JAX).
+    """
+    if eqn.primitive.name != "ragged_dot_general":
+        return 0
+    dims, (lhs, rhs, sizes) = eqn.params["ragged_dot_dimension_numbers"], (a.aval for a in eqn.invars[:3])
+    (summed, _), (batched, _) = dims.dot_dimension_numbers
+    (rows,), n_groups = dims.lhs_ragged_dimensions, sizes.shape[-1]
+    if rows in batched:
+        return 0
+    left, right = aval_bytes(lhs), aval_bytes(rhs)
+    return int(n_groups * (left + right) if rows in summed else n_groups * left + right)
+
+
 def is_dear(eqn: Any) -> bool:
     """Tell whether an elementwise equation is too costly to be repeated for each element of something larger."""
     is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])
@@ -106,10 +123,10 @@ def is_copied(eqn: Any, place: int) -> bool:
 
 
 def flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """List the operands and the result that a product reshapes to two dimensions."""
+    """List the operands, of variables alone, and the result that a product reshapes to two dimensions."""
     if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1][0]:
         return []
-    return [v for v in (*ins, *eqn.outvars) if compat.is_var(v) and v.aval.ndim > 2]
+    return [v for v in (*ins, *eqn.outvars) if v.aval.ndim > 2]
 
 
 def is_unary(eqn: Any) -> bool:

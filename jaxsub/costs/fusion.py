@@ -48,6 +48,7 @@ from jaxsub.costs.fusible import (
     is_unary,
     is_view,
     literal_key,
+    masked_bytes,
     scattered_last,
     summed_columns,
     threefry_bytes,
@@ -163,7 +164,7 @@ class Lives:
                 seen[key] = eqn.outvars
             self._work.append(position)
             self._makers.update((v, eqn) for v in eqn.outvars)
-            self._flat.update(flattened(eqn, ins))
+            self._flat.update(flattened(eqn, [v for a, v in zip(eqn.invars, ins, strict=True) if compat.is_var(a)]))
             if self.gpu is not None and (parts := n_parts(eqn, self.gpu)) > 1:
                 self._parts[eqn.outvars[0]] = parts
             for v in filter(compat.is_var, ins):
@@ -346,7 +347,7 @@ class Lives:
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset(), each: tuple[frozenset[Any], ...] = ()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
-        inner = inner_peak(eqn, self.is_cpu)
+        inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state,), state
         is_late = self._elementwise[position] and all(

@@ -79,7 +79,8 @@ def _outside_regions(eqns: Sequence[Any], times: int = 1) -> Iterator[tuple[Any,
 def _own_residuals(eqn: Any) -> list[Any]:
     """What the rule of a `custom_vjp` keeps beside its arguments and results."""
     variables = list(dict.fromkeys(a for a in eqn.invars if compat.is_var(a)))
-    floats = [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    closed_over = [a for a in eqn.invars[: eqn.params.get("num_consts", 0)] if compat.is_var(a)]  # has no gradient
+    floats = [v for v in variables if v not in closed_over and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     if not floats:
         return []
 

@@ -8,8 +8,8 @@ and differentiates it once (`jaxsub.jaxpr.identity`).
 **Gradient barriers.** A barrier ties the activations that cross there to the weights that the following run uses:
 `jax.lax.optimization_barrier((activations, weights))`. Its transpose ties each weight's gradient, accumulated so far,
 to the activations' cotangents, so the compiler cannot delay finishing it. In a nest a barrier holds only values that
-the nest reads at or after it or returns; the nest also returns weights that are used after it, so that each
-contribution is added to the running sum at once.
+the nest reads at or after it or returns; the nest also returns what barriers in it hold and is used after it, weights
+and activations that came in, so that each contribution is added to the running sum at once.
 
 The order of a barrier's operands matters. On a GPU the weights come before the activations, those read last first, so
 that their gradients are made first: XLA's scheduler takes operands in order, and after activations' cotangents it would
@@ -114,15 +114,16 @@ class _Emitter:
         return run
 
     def steps(self, start: int, stop: int, segments: Sequence[Segment], scope: str) -> tuple[list[Step], set[int]]:
-        """Make the steps of one scope, and find the weights that its barriers hold."""
+        """Make the steps of one scope, and find its inputs that its barriers hold."""
         steps: list[Step] = []
         fenced: set[int] = set()
         crossing = self._scope_inputs(start, stop) if start else {}
+        entering = set(crossing) if self.holds_weights else set()
         for number, (piece, segment) in enumerate(self._pieces(start, stop, segments)):
             if piece.start != start and self._fences(piece.start - 1, piece.start + 1):
                 crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
                 weights = self._weights_read(piece) if self.holds_weights else []
-                fenced.update(weights)
+                fenced.update((*weights, *(v for v in crossing if v in entering)))
                 weights = [w for w in weights if w not in crossing]
                 last_first = (*weights[::-1], *reversed(crossing))
                 first_first = (*crossing, *self._sums_last_first(weights, piece.stop))

@@ -4,7 +4,8 @@ A scan becomes an outer scan over blocks of steps, each block a `jax.checkpoint`
 `Loop` says; steps that no block size divides follow as one shorter block. A step may be a region that saves named
 values of its body, and there may be regions and barriers inside the body. All of it goes through `jax.lax.scan` with
 the body evaluated from its jaxpr, a conditional likewise through `jax.lax.switch`. Each rewritten equation becomes one
-`jit` equation, so nodes keep their numbers.
+`jit` equation, so nodes keep their numbers; where that is traced it is inlined, since XLA makes no constant inside a
+loop, such as the cotangent of a mean, that a call hands to it.
 
 The last steps may stay outside all blocks without recompute: their backward pass comes first.
 
@@ -88,13 +89,14 @@ def _signature(signature: bytes, loop: ControlFlow) -> bytes:
 def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     def run(*args: Any) -> list[Any]:
         # an output that is an input would be left out of the equation's outputs
-        return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in function(args)]
+        with jax.named_scope(f"jaxsub_{eqn.primitive.name}"):  # what a profile shows of it
+            return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in function(args)]
 
-    run.__name__ = f"jaxsub_{eqn.primitive.name}"  # what a profile shows of it
     call: Any = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns[0]
     if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
         raise AssertionError(f"rewritten, `{eqn.primitive.name}` returns {call.outvars}, as it was {eqn.outvars}")
-    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+    params = {**call.params, **compat.INLINE}
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), params=params, source_info=eqn.source_info)
 
 
 def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -79,6 +79,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     search.by_hand(by_hand)
     if search.best is None:
         search.least()
+        search.ease(partitions[0])
     if plain.measurement is None and predicted_bytes(plain) <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
@@ -115,6 +116,11 @@ class _Search:
                 least = predicted_bytes(self.candidates.plan(cuts, 1, TUNING.least_slack))
                 if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
                     self.run(cuts, least)
+
+    def ease(self, cuts: Partition) -> None:
+        """Where only the least plan fits, by recomputing much, look between it and the budget."""
+        if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
+            self.run(cuts, (predicted_bytes(self.best) + self.budget_bytes) / 2)
 
     def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""

@@ -281,7 +281,8 @@ class _FusedScan:
     def fused(self) -> FlatStep:
         """The step with one equation in the place of the scan and of what moved into it: the new scan, traced."""
         known = (*(v for v, _ in self.axis.cut), *self.axis.reads, *self.buffers)
-        reads = [v for v in dict.fromkeys((*self.eqn.invars, *known)) if compat.is_var(v) and v not in self.made]
+        variables = filter(compat.is_var, (*self.eqn.invars, *known))
+        reads = [v for v in dict.fromkeys(variables) if v not in self.made]
         writes = self.names()
 
         def with_updates(*args: Any) -> list[Any]:

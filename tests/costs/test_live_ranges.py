@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import zoo
 
@@ -49,8 +50,9 @@ def row_norm(x):
         (lambda x: jnp.sum(jnp.tanh(x)) + jnp.sum(jnp.tanh(x) * x), 1, 0),  # slow, and done once
         (lambda x: (x + 1) @ x[0], 2, 1),  # a product reads and makes arrays; a GPU's does unary work itself
         (lambda x: jnp.sum((x @ x[0]) * 3 + x), 1, 1),  # a product takes in what is made of it
+        (lambda x: jnp.sum(jax.lax.dot_general(np.float32(2), x, (((), ()), ((), ())))), 1, 1),  # as is one by a number
     ],
-    ids=["chain", "rows", "slow", "product", "epilogue"],
+    ids=["chain", "rows", "slow", "product", "epilogue", "number"],
 )
 def test_what_is_stored(function, on_cpu, on_gpu):
     """A CPU stores what is slow and shared, and what a sum reads that others read too; a GPU does that work again."""
@@ -201,3 +203,25 @@ def test_random_bits_are_counted_as_what_they_are_drawn_in(change):
         plan = jaxsub.plan(loss, *args, budget=n_bytes, verify=False, cache=False, chunks=False)
         measured = jaxsub.sublinear(loss, plan=plan).measure(*args).temp_bytes
         assert measured == pytest.approx(plan.prediction.temp_bytes, rel=0.2)
+
+
+def by_groups(rows, weights, sizes):
+    return jax.lax.ragged_dot(rows, weights, sizes)
+
+
+def of_rows(rows, weights, sizes):
+    return jax.vjp(lambda x: by_groups(x, weights, sizes), rows)[1](jnp.ones((301, 96)))
+
+
+def of_weights(rows, weights, sizes):
+    return jax.vjp(lambda w: by_groups(rows, w, sizes), weights)[1](jnp.ones((301, 96)))
+
+
+@pytest.mark.parametrize("product", [by_groups, of_rows, of_weights])
+def test_a_product_by_groups_masks_its_operands_for_each_group(product):
+    """On a CPU `ragged_dot` and its gradients take the copies that are said, to a hundredth."""
+    args = jnp.ones((301, 48)), jnp.ones((5, 48, 96)), jnp.array([60, 61, 60, 60, 60])
+    jaxpr = jax.make_jaxpr(product)(*args).jaxpr
+    said = max(kernel.inner_bytes for kernel in Lives(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, {}, True).kernels)
+    taken = jax.jit(product).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert said == pytest.approx(taken, rel=0.01)

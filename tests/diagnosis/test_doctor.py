@@ -261,3 +261,18 @@ def test_a_clean_program_has_no_finding(fun, args):
     found = jaxsub.doctor(fun, *args)
     assert found.findings == (), str(found)
     assert "No fault was found." in str(found)
+
+
+def test_a_rule_that_closes_over_a_value():
+    """What a `custom_vjp` closes over has no gradient by its rule, and none is asked for."""
+
+    def loss(ws, x, scale):
+        @jax.custom_vjp
+        def rule(x):
+            return jnp.tanh(x * scale)
+
+        rule.defvjp(lambda x: (jnp.tanh(x * scale), jnp.cosh(x * scale)), lambda kept, g: (g * scale / kept**2,))
+        return with_rule(rule)(ws, x)
+
+    found = jaxsub.doctor(loss, WS, X, jnp.float32(2))
+    assert [f for f in found.findings if f.kind == "opaque residuals"]

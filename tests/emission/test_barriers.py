@@ -178,3 +178,22 @@ def test_what_convolutions_do_not_read_as_a_kernel_is_no_kernel():
     assert program.graph.kernels() == {0}
     frozen = trace(mixed, (kernel, kernel, jnp.ones((4, 5)), x), {}, argnums=(1, 2))
     assert frozen.graph.kernels() == frozenset()
+
+
+def test_what_every_step_reads_has_one_cotangent():
+    """Nested regions of an unrolled recurrent network add their parts of its inputs' cotangent to one array."""
+
+    def unrolled(table, tokens, w):
+        xs, h = table[tokens], jnp.zeros((8, 16))
+        for i in range(tokens.shape[1]):
+            h = jnp.tanh(h @ w + xs[:, i])
+        return jnp.mean(h**2)
+
+    args = jnp.ones((64, 16)), jnp.zeros((8, 32), int), jnp.eye(16)
+    nested = jaxsub.sublinear(unrolled, planner="recursive", argnums=(0, 2), progress=False)
+    assert nested.plan(*args).segments[0].children
+    xs_bytes = 8 * 32 * 16 * 4
+    assert jaxsub.measure(nested, *args).temp_bytes < 5 * xs_bytes
+    chex.assert_trees_all_close(
+        jax.grad(nested, (0, 2))(*args), jax.grad(unrolled, (0, 2))(*args), rtol=1e-4, atol=1e-7
+    )

@@ -368,3 +368,22 @@ def test_one_last_step_is_recomputed_too():
     ways = [Loop(0, (), True, kept_steps=1, kept_saved=saved) for saved in ((), None)]
     again, kept = (jaxsub.measure(looped(long_steps, way, WS, x), WS, x).temp_bytes for way in ways)
     assert again < kept - 12 * x.nbytes
+
+
+def test_the_cotangent_of_a_mean_is_made_inside_the_loop():
+    """A recomputed step needs what `jax.checkpoint` round it needs: no array of equal cotangents, a row a step."""
+
+    def rewards(w, x, wrap=lambda step: step):
+        def step(x, _):
+            x = jnp.tanh(x @ w)
+            return x, jnp.sum(x, 1)
+
+        return jnp.mean(lax.scan(wrap(step), x, length=60)[1])
+
+    args = random.normal(random.key(0), (4, 4)), jnp.ones((500, 4))
+    program = trace(rewards, args, {}, argnums=(0,))
+    plan = Plan(
+        program.fingerprint, Budget(), len(program.eqns), loops=(Loop(find_loops(program)[0], is_recomputed=True),)
+    )
+    by_hand = jaxsub.measure(functools.partial(rewards, wrap=jax.checkpoint), *args).temp_bytes
+    assert jaxsub.measure(jaxsub.sublinear(rewards, plan=plan), *args).temp_bytes <= by_hand

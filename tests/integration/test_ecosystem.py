@@ -152,7 +152,7 @@ def test_loops_and_slices_have_names_in_profiles():
             return jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, ws)[0].mean()
 
     ws, x = jnp.stack([jnp.eye(16)] * 8), jnp.ones((512, 16))
-    for chunks, name in ((False, r"layers\)*/jit\(jaxsub_scan\)"), ({0: 4}, r"jit\(jaxsub_slices\)")):
+    for chunks, name in ((False, r"layers\)*/jaxsub_scan/"), ({0: 4}, r"jit\(jaxsub_slices\)")):
         fun = jaxsub.sublinear(scanned, chunks=chunks, progress=False)
         assert re.search(name, jaxsub.jit(jax.grad(fun)).lower(ws, x).compile().as_text())
 

@@ -190,6 +190,12 @@ def test_what_needs_less_than_the_least_that_was_predicted_is_named():
     assert fitted(1.0, far)[0] <= 1.0
 
 
+def test_where_only_the_least_fits_less_recomputation_is_looked_for():
+    """Two plans near the budget miss it, the second by more; then the least is not taken if less recomputation fits."""
+    rows = (0.49, 0.72, 3.8), (0.74, 0.84, 0.5), (0.88, 0.92, 0.24), (0.992, 1.07, 0.1), (0.997, 1.001, 0.09)
+    assert repaired(*rows) == (0.24, 5)
+
+
 def test_asking_for_less_ends_where_it_does_not_help():
     """What one stage needs by itself holds the peak: a plan that was predicted to need less needs as much."""
     rows = tuple((share, 1.1, 1.5 - share) for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0))

@@ -251,3 +251,20 @@ def test_gradients_split_over_a_mesh_are_reduced_inside_the_scan():
     """FSDP on eight devices: no device holds its part of all gradients, and each layer's is reduced in the loop."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", MESH], check=True, env=env, timeout=240)
+
+
+def test_an_ensemble_in_a_scan_that_begins_with_a_number():
+    """The backward scan starts from the cotangent of a sum of losses, a literal: it updates as it goes."""
+
+    def loss(members):
+        return jax.lax.scan(lambda total, w: (total + jnp.mean(jnp.tanh(X @ w) ** 2), None), 0.0, members)[0]
+
+    def step(members):
+        value, gradient = jax.value_and_grad(loss)(members)
+        return members - 0.1 * gradient, value
+
+    members = jax.random.normal(jax.random.key(2), (LAYERS, WIDTH, HIDDEN))
+    runs = [jaxsub.jit(step, fuse_updates=is_fused, donate_argnums=0) for is_fused in (True, False)]
+    fused, whole = (run.lower(members).compile().memory_analysis().temp_size_in_bytes for run in runs)
+    assert fused < whole - members.nbytes / 2
+    chex.assert_trees_all_close(runs[0](jnp.copy(members)), step(members), rtol=1e-6)
