@@ -217,8 +217,8 @@ class Lives:
             v = eqn.outvars[0]
             at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
             is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
-            is_slow = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
-            if self.is_cpu and (is_shared or is_slow) and v.aval.shape:
+            is_once = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
+            if self.is_cpu and (is_shared or is_once) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
                 absorbed.update(ins)

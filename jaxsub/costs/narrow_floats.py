@@ -37,8 +37,8 @@ def is_slow(eqn: Any, is_cpu: bool) -> bool:
 def widened(eqns: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
     """Convert what products and convolutions of 16-bit floats read and make, as a CPU does, which has none of them.
 
-    They read float32 copies of their operands, and their results are rounded. Products that return float32 and add
-    along the rows of the first operand read 16 bits.
+    They read float32 copies of their operands, and their results are rounded. Products of two such operands that return
+    float32 and add along the rows of the first read 16 bits.
 
     Args:
         eqns: The equations, in order.
@@ -72,7 +72,7 @@ def is_narrow(atom: Any) -> bool:
 
 def _reads_narrow(eqn: Any) -> bool:
     """Tell whether a product reads 16-bit floats as they are."""
-    if eqn.primitive.name != "dot_general" or is_narrow(eqn.outvars[0]):
+    if eqn.primitive.name != "dot_general" or is_narrow(eqn.outvars[0]) or not all(map(is_narrow, eqn.invars)):
         return False
     (summed, _), _ = eqn.params["dimension_numbers"]
     return tuple(summed) == (eqn.invars[0].aval.ndim - 1,)

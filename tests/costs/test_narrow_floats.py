@@ -90,9 +90,11 @@ def test_products_are_of_float32():
 
 
 def test_products_with_float32_results():
-    """A product that returns float32 reads 16 bits, unless it adds along the columns of its first operand."""
+    """A product that returns float32 reads 16 bits, unless it adds along the first's columns, or one is float32."""
     x = jnp.ones((4, 4), jnp.bfloat16)
     wide = {"preferred_element_type": jnp.float32}
+    mixed = lambda x: lax.dot_general(x.astype(jnp.float32), x, (((1,), (0,)), ((), ())), **wide)  # noqa: E731
+    assert converted(mixed, x)[0] == ["convert_element_type", "convert_element_type", "dot_general"]
     assert converted(lambda x: jnp.einsum("ij,jk", x, x, **wide), x)[0] == ["dot_general"]
     assert len(converted(lambda x: lax.dot_general(x, x, (((0,), (0,)), ((), ())), **wide), x)[0]) == 2
 
