@@ -34,7 +34,7 @@ class Tuning:
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
         partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers. As
-            much may be recomputed for a plan that leaves room, until one fits.
+            much may be recomputed for a plan that leaves room, until one is measured.
         large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
         least_slack: A plan that needs this share more than the least may recompute far less.
         most_compiles: Whole programs that are compiled in one search.

@@ -8,7 +8,7 @@ Reshapes, transposes and barriers are views; equal equations are merged.
 A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
 products are library calls, which fuse the elementwise work before a reduction only if nothing else reads it, and which
 read a broadcast operand beside a product as a whole array. A product that contracts several axes reads a transposed
-copy.
+copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`).
 
 On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
 (`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
@@ -32,7 +32,6 @@ from typing import Any
 from jaxsub.costs.fusible import (
     IN_PLACE,
     RESHAPES,
-    SLOW,
     TAKEN_IN,
     array_bytes,
     barrier,
@@ -53,6 +52,7 @@ from jaxsub.costs.fusible import (
     summed_columns,
     threefry_bytes,
 )
+from jaxsub.costs.narrow_floats import is_slow, widened
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
 from jaxsub.costs.split_k import n_parts, padded, product_of
 from jaxsub.devices.targets import Target
@@ -111,11 +111,14 @@ class Lives:
     def __post_init__(self) -> None:
         self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
         self.eqns = scattered_last(self.eqns, self.alias, filter(compat.is_var, self.outputs))
+        self.eqns, places = widened(self.eqns) if self.is_cpu else (self.eqns, range(len(self.eqns)))
         self._merge()
         if self.is_cpu:
             self._absorb()
         self._store()
         self._fuse()
+        for kernel in self.kernels:
+            kernel.position = places[kernel.position]
 
     def base(self, atom: Any) -> Any:
         """Return the variable that an atom is, or is a view of."""
@@ -215,8 +218,8 @@ class Lives:
             v = eqn.outvars[0]
             at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
             is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
-            is_slow = (eqn.primitive.name in SLOW and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
-            if self.is_cpu and (is_shared or is_slow) and v.aval.shape:
+            is_once = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
+            if self.is_cpu and (is_shared or is_once) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
                 absorbed.update(ins)
@@ -330,8 +333,8 @@ class Lives:
         reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
         for v in eqn.outvars:
             is_stored = v in self.stored
-            is_remade = not is_stored or (is_unary(eqn) and eqn.primitive.name not in SLOW)
-            self._remade[v] = frozenset([v]) if eqn.primitive.name in SLOW else reads
+            is_remade = not is_stored or (is_unary(eqn) and not is_slow(eqn, self.is_cpu))
+            self._remade[v] = frozenset([v]) if is_slow(eqn, self.is_cpu) else reads
             self._plain[v] = frozenset([v]) if is_stored else plain
             self._direct[v] = frozenset([v]) if is_stored else direct
             self._through[v] = reads if is_remade else frozenset([v])

@@ -144,8 +144,11 @@ class _Search:
             asked = following
 
     def _aimed(self, cuts: Partition, asked: float) -> Plan:
-        """The plan to compile for what is asked: until one fits, one that leaves room where room is cheap."""
-        if self.best is not None:
+        """The plan to compile for what is asked: until one is measured, one that leaves room where room is cheap.
+
+        What was measured says by how much predictions err.
+        """
+        if self.errors:
             return self.candidates.plan(cuts, asked, TUNING.least_slack)
         return self.candidates.roomier(cuts, asked, TUNING.least_slack)
 

@@ -196,7 +196,7 @@ class Planning:
         verifier.compiles = 0
         overrides = settings.overrides
         if budget == Budget():
-            plan = candidates.natural(verifying.usual_choices(program, candidates.choices))
+            plan = candidates.natural(verifying.usual_choices(program, candidates.choices, settings.planner))
             if settings.verify and not is_trusted:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)

@@ -21,6 +21,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Holding
 from jaxsub.core.timeline import family, name_pieces, value_label
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
@@ -31,6 +32,9 @@ from jaxsub.jaxpr.shardings import constrain, placed
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
 from jaxsub.partition.inner_programs import find_nested
+from jaxsub.planners import get
+from jaxsub.planners.auto import Auto
+from jaxsub.planners.optimal import Optimal
 from jaxsub.planners.select import expected_compile_seconds
 from jaxsub.search.named_policy import policy_names
 
@@ -243,8 +247,14 @@ def cut_choices(program: Program) -> list[tuple[int, ...]]:
     return list(short) or list(choices)
 
 
-def usual_choices(program: Program, choices: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    """Choose the partitions to use at every budget: the likeliest, with and without a wide head cut."""
+def usual_choices(program: Program, choices: Sequence[Sequence[int]], planner: Any = "auto") -> Sequence[Any]:
+    """Choose the partitions to look at without a budget: the likeliest, with and without a wide head cut.
+
+    For the least memory finer ones too, unless the chain is long. In stages of a coarser one contributions to gradients
+    that are sums would not be added as they are made. Other planners' plans are of the likeliest stages.
+    """
+    if isinstance(get(planner), Auto | Optimal) and len(choices[0]) <= TUNING.long_chain + 1:
+        return [cuts for cuts in choices if len(cuts) >= len(choices[0])]
     return choices[: 1 if widening_head(program.graph) is None else 2]
 
 

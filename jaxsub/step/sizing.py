@@ -127,7 +127,7 @@ class Ladder:
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
         with self.site.axes():
-            return self.candidates.natural(usual_choices(self.site.program, self.cuts))
+            return self.candidates.natural(usual_choices(self.site.program, self.cuts, self.site.settings.planner))
 
 
 @dataclass(slots=True, eq=False)

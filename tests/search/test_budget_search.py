@@ -108,6 +108,14 @@ def test_what_is_left_over_is_filled():
     assert repaired((0.98, 0.965, 0.45), (1.01, 0.995, 0.43)) == (0.45, 1)
 
 
+def test_room_is_left_until_it_is_known_by_how_much_predictions_err():
+    """The first plan leaves room where that is cheap; after a miss the planner is asked for what is known to fit."""
+    rows = [(n / 100, n / 100 + 0.1, (100 - n) / 250) for n in range(80, 101, 2)]
+    assert repaired(*rows) == (0.048, 2)  # of .88
+    near = [(predicted, predicted + 0.01, extra) for predicted, _, extra in rows]
+    assert repaired(*near) == (0.008, 1)  # of .98: that of 1 would have missed
+
+
 def test_what_spares_too_little_is_not_compiled():
     """Between a plan that fits and one that does not, what recomputes hardly less than the first."""
     assert repaired((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)) == (0.5, 2)
