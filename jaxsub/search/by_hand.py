@@ -268,11 +268,15 @@ def blocks_of(graph: Graph) -> list[tuple[int, int]]:
 
 
 def _repeated(graph: Graph) -> list[tuple[int, int]]:
-    """What repeats with one period over most of the FLOPs, whole periods from where the fewest bytes cross."""
+    """What repeats with one period over most of the FLOPs whose gradient is taken, whole periods from where the fewest
+    bytes cross.
+    """
     known: dict[Any, int] = {}
     shapes = [(n.primitive, *((graph.values[v].shape, graph.values[v].dtype) for v in n.outputs)) for n in graph.nodes]
     kinds = np.array([known.setdefault(shape, len(known)) for shape in shapes])
-    flops = np.concatenate([[0.0], np.cumsum([node.flops for node in graph.nodes])])
+    active = (any(graph.values[v].is_differentiated for v in node.outputs) for node in graph.nodes)
+    counted = [node.flops * is_active for node, is_active in zip(graph.nodes, active, strict=True)]
+    flops = np.concatenate([[0.0], np.cumsum(counted)])
     best: tuple[float, int, int, int] | None = None
     for period in sorted(set(_periods(graph, kinds))):
         start, stop = _longest_run(kinds[period:] == kinds[:-period])

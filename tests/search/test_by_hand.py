@@ -22,7 +22,7 @@ from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
 from jaxsub.search.budget_search import Effort, _Search
-from jaxsub.search.by_hand import plans_by_hand
+from jaxsub.search.by_hand import blocks_of, plans_by_hand
 from jaxsub.search.verify import measured
 
 LAYERS, WIDTH, WORDS = 4, 64, 2048
@@ -208,3 +208,17 @@ def test_what_lies_in_gradients_is_not_counted():
     for name in ("by hand: full", "by hand: dots_saveable"):
         needed = measured(program, emit(program, found[name]), get_target("cpu")).temp_bytes
         assert abs(found[name].prediction.temp_bytes - needed) < needed / 3
+
+
+def test_work_without_a_gradient_hides_no_blocks():
+    """A long rollout whose gradient is stopped has most of the FLOPs; blocks are those of the loss beside it."""
+
+    def beside_a_rollout(ws, x):
+        seen, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ ws[0]), None), x, None, length=1000)
+        x = x + jax.lax.stop_gradient(seen)
+        for w in ws:
+            x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+        return (x**2).mean()
+
+    program = trace(beside_a_rollout, ([jnp.eye(16)] * 6, jnp.ones((8, 16))), {})
+    assert [stop - start for start, stop in blocks_of(program.graph)][-6:] == [6] * 6
