@@ -269,20 +269,18 @@ class Lives:
         if is_barrier(eqn):
             waits = self._roots(self._through, eqn) | self._barriers_before(eqn)
             self.kernels.append(Kernel(position, (barrier(eqn),), frozenset(), (0,), after=waits))
-            return
-        if self._elementwise[position]:
+        elif self._elementwise[position]:
             self._fuse_elementwise(position, eqn)
-            return
-        if eqn.outvars and eqn.outvars[0] in self._parts:
+        elif eqn.outvars and eqn.outvars[0] in self._parts:
             self._split(position, eqn)
-            return
-        for v in eqn.outvars:
-            self._through[v] = self._direct[v] = frozenset([v])
-            self._plain[v] = frozenset() if v in self._flat else frozenset([v])
-        if is_reduction(eqn) or self._looks_through(eqn):
-            self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
         else:
-            self._call(position, eqn)
+            for v in eqn.outvars:
+                self._through[v] = self._direct[v] = frozenset([v])
+                self._plain[v] = frozenset() if v in self._flat else frozenset([v])
+            if is_reduction(eqn) or self._looks_through(eqn):
+                self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
+            else:
+                self._call(position, eqn)
 
     def _wait(self, first: int, eqn: Any) -> None:
         """Let the kernels of an equation, from a first one on, wait for the barriers before it."""
