@@ -42,9 +42,9 @@ class Tuning:
             measured, for what plans by hand have in common, as a loss head, errs alike.
         long_equations: Programs of more are not compiled again only to look for something better than what fits.
         budget_margin: Share of the budget to aim below it; without it the search creeps up on the budget.
-        heavy_recompute: Where more than this share of a forward pass is recomputed, least plans of other partitions are
-            tried that are predicted to need no more than
-        prediction_error: times the budget: by so much predictions err at worst. A plan leaves no more room than that.
+        heavy_recompute: Where only a least plan fits, and it recomputes more than this share of a forward pass, plans
+            between it and the budget are tried.
+        prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
             compiler's packing of buffers adds as much to what is live.

@@ -75,7 +75,6 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         search.run(cuts, budget_bytes / search.error)
         if search.best is not None:
             break
-    search.dare(partitions)
     search.by_hand(by_hand)
     if search.best is None:
         search.least()
@@ -108,14 +107,6 @@ class _Search:
     def error(self) -> float:
         """By what factor even the best of the predictions so far was too low; 1 where one was not."""
         return max(1.0, min(self.errors, default=1.0))
-
-    def dare(self, partitions: Sequence[Partition]) -> None:
-        """Try least plans that are predicted not to fit, where what fits recomputes much."""
-        for cuts in partitions:
-            if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
-                least = predicted_bytes(self.candidates.plan(cuts, 1, TUNING.least_slack))
-                if self.budget_bytes < least <= TUNING.prediction_error * self.budget_bytes:
-                    self.run(cuts, least)
 
     def ease(self, cuts: Partition) -> None:
         """Where only the least plan fits, by recomputing much, look between it and the budget."""

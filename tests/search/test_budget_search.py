@@ -161,14 +161,6 @@ def test_the_least_that_is_named_is_met():
     assert fitted(1.0, *ways)[:2] == (1.0, 0.6)
 
 
-def test_where_much_is_recomputed_a_least_that_is_predicted_too_large_is_tried():
-    """Predictions err: where it fits it is taken, and the search goes on from there."""
-    ways = ((1.1, 0.92, 0.6), (1.16, 0.99, 0.5)), ((0.9, 0.9, 1.2),)
-    assert fitted(1.0, *ways) == (0.99, 0.5, 3)
-    assert fitted(1.0, ways[0], ((0.9, 0.9, 0.4),))[1:] == (0.4, 1)
-    assert fitted(1.0, ((1.3, 0.92, 0.6),), ways[1])[1:] == (1.2, 1)
-
-
 PACKED = ((0.8, 0.95, 1.14), (0.9, 1.05, 0.5)), ((0.85, 0.93, 1.0),)
 """The least of the first way is predicted lower than that of the second, but packed worse."""
 
