@@ -124,7 +124,7 @@ class _Emitter:
                 crossing = {v: None for v in crossing if self._last_use_in(v, start, stop) >= piece.start}
                 weights = self._weights_read(piece) if self.holds_weights else []
                 fenced.update((*weights, *(v for v in crossing if v in entering)))
-                weights = [w for w in weights if w not in crossing]
+                weights = [w for w in (*weights, *self._keys_read(piece)) if w not in crossing]
                 last_first = (*weights[::-1], *reversed(crossing))
                 first_first = (*crossing, *self._sums_last_first(weights, piece.stop))
                 steps.append(barrier(last_first if is_gpu(self.program.platform) else first_first, self.flat))
@@ -315,6 +315,14 @@ class _Emitter:
         is_summed = [self.program.graph.is_joined(w, stop) for w in weights]
         last_first = reversed([w for w, summed in zip(weights, is_summed, strict=True) if summed])
         return [next(last_first) if summed else w for w, summed in zip(weights, is_summed, strict=True)]
+
+    def _keys_read(self, piece: range) -> list[int]:
+        """What the keys are made of that a run draws random bits with: a CPU would draw all runs' at the start."""
+        keys: set[int] = set()
+        for node in reversed(self.program.graph.nodes[piece.start : piece.stop]):
+            if node.primitive.startswith("random_") or not keys.isdisjoint(node.outputs):
+                keys.update(node.inputs)
+        return [v for v in self._reads(piece) if v in keys]
 
     def _weights_read(self, piece: range) -> list[int]:
         return [v for v in self._reads(piece) if v in self.weights and self.program.graph.values[v].is_differentiated]
