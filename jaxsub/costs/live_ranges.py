@@ -24,7 +24,7 @@ from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import aval_bytes
-from jaxsub.partition.traced_run import TracedRun, mark_of
+from jaxsub.partition.traced_run import TracedRun
 
 Found = TypeVar("Found")
 MOST_KNOWN = 64
@@ -276,7 +276,7 @@ def recomputed(traced: TracedRun, saved: frozenset[int]) -> tuple[list[Any], lis
     for eqn in reversed(traced.forward):
         if not any(v in wanted for v in eqn.outvars):
             continue
-        if mark_of(eqn) in saved:
+        if traced.mark_of(eqn) in saved:
             stored += [v for v in eqn.outvars if v in wanted]
             continue
         eqns.append(eqn)

@@ -170,7 +170,7 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
         region.check = lambda self, *_: look(self.policy, open_jaxpr(self.jaxpr))
 
 
-INLINE = {"inline": jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True}  # of a `jit` equation: up to 0.11 a flag
+INLINE = {"inline": getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)}  # of a `jit` equation: up to 0.11 a flag
 REGIONS = ("checkpoint", "remat", "remat2")
 """Names of `jax.checkpoint`'s primitive, by version."""
 

@@ -26,7 +26,7 @@ import numpy as np
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of
 from jaxsub.jaxpr.trace import aval_bytes
-from jaxsub.partition.traced_run import TracedRun, mark_of
+from jaxsub.partition.traced_run import TracedRun
 
 INFINITE = 2**30
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e5
@@ -100,7 +100,7 @@ class _Cut:
         made: list[int] = []
         read: list[int] = []
         for e, eqn in enumerate(eqns):
-            offset = mark_of(eqn)
+            offset = traced.mark_of(eqn)
             for var in eqn.outvars:
                 v = vertex[var] = 2 + len(eqns) + len(vertex)
                 producers[v], sizes[v] = 2 + e, aval_bytes(var.aval) if hasattr(var.aval, "dtype") else 0

@@ -9,7 +9,7 @@ a barrier stands behind each, and what reads the value reads the barrier's resul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,9 +28,6 @@ from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
 
-MARK = "jaxsub_mark"
-"""The parameter of the barrier behind a marked value: the value's offset from the first that the run makes."""
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TracedRun:
@@ -47,6 +44,7 @@ class TracedRun:
         free: Offsets of values that the run returns: they are live anyway.
         weights: For each value in `function.reads`, whether it is an input of the program.
         returned: Atoms of `forward` that the run returns.
+        marks: Results of the barriers behind marked values, each with its value's offset from the first that is made.
     """
 
     function: RunFunction
@@ -59,6 +57,7 @@ class TracedRun:
     free: frozenset[int]
     weights: tuple[bool, ...]
     returned: tuple[Any, ...]
+    marks: Mapping[Any, int]
 
     @property
     def cotangents(self) -> tuple[Any, ...]:
@@ -69,6 +68,10 @@ class TracedRun:
     def aliases(self) -> dict[Any, Any]:
         """For each residual among `backward_inputs`, its variable in `forward`."""
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
+    def mark_of(self, eqn: Any) -> int | None:
+        """The offset of the value that an equation marks, or `None`."""
+        return self.marks.get(eqn.outvars[0]) if eqn.outvars else None
 
 
 class NoBackwardPass(ValueError):
@@ -84,7 +87,7 @@ def trace_run(program: Program, start: int, stop: int) -> TracedRun:
         >>> from jaxsub.jaxpr.trace import trace
         >>> program = trace(lambda x: jnp.sin(jnp.exp(x)).sum(), (jnp.ones(4),), {})
         >>> run = trace_run(program, 0, 3)
-        >>> [e.primitive.name for e in run.forward if mark_of(e) is None], [e.primitive.name for e in run.backward]
+        >>> [e.primitive.name for e in run.forward if run.mark_of(e) is None], [e.primitive.name for e in run.backward]
         (['exp', 'sin', 'cos', 'reduce_sum'], ['broadcast_in_dim', 'mul', 'mul'])
     """
     try:
@@ -104,12 +107,7 @@ def trace_function(
     forward = live_eqns(passes.forward, (*passes.residuals, *returned))
     return TracedRun(function, tuple(forward), passes.inputs, passes.residuals, passes.backward,
                      (*passes.residuals_in, *passes.cotangents), passes.gradients, frozenset(),
-                     (False,) * len(passes.inputs), returned)  # fmt: skip
-
-
-def mark_of(eqn: Any) -> int | None:
-    """Return the offset of the value that an equation marks, or `None`."""
-    return eqn.params.get(MARK) if eqn.primitive.name == "optimization_barrier" else None
+                     (False,) * len(passes.inputs), returned, {})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +171,7 @@ class _Composed:
     atoms: dict[Any, Any] = field(init=False, default_factory=dict)  # of the program -> of the forward pass
     given: dict[Any, Any] = field(init=False, default_factory=dict)  # residuals -> inputs of the backward pass
     sums: dict[int, Any] = field(init=False, default_factory=dict)  # values -> their cotangents so far
+    marks: dict[Any, int] = field(init=False, default_factory=dict)
 
     def run(self) -> TracedRun:
         """Compose both passes."""
@@ -196,7 +195,7 @@ class _Composed:
         weights = tuple(graph.values[v].producer is None for v in function.reads)
         return TracedRun(function, tuple(live_eqns(self.forward, (*given, *returned))), inputs, tuple(given),
                          tuple(backward), (*given.values(), *cotangents.values()), tuple(gradients), free, weights,
-                         returned)  # fmt: skip
+                         returned, self.marks)  # fmt: skip
 
     def _returned(self) -> Iterator[tuple[int, int]]:
         made, last = self.program.graph.made_by(self.start, self.stop), self.program.graph.last_uses()
@@ -248,12 +247,12 @@ class _Composed:
 
     def _marked(self, atom: Any, value: int) -> Any:
         """Mark a value, if JAX can save it by name."""
-        offset = value - self.program.graph.made_by(self.start, self.stop).start
         dtype = atom.aval.dtype
         if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, np.complexfloating):
             return atom
         found = compat.new_var(atom.aval)
-        self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found], params={MARK: offset}))
+        self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found]))
+        self.marks[found] = value - self.program.graph.made_by(self.start, self.stop).start
         return found
 
     def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:

@@ -204,10 +204,11 @@ class Planning:
             plan = _trusted(candidates, budget)
         else:
             plan = self._fitted(verifier, candidates, budget, overrides)
-        plan = plan if is_trusted else verifier.pricer.timed(plan)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
-        return planner.bounded(plan) if settings.bound and not is_trusted else plan
+        if settings.bound and not is_trusted:
+            plan = planner.bounded(plan)
+        return plan if is_trusted else verifier.pricer.timed(plan)
 
     def beside_plain(self, program: Program, plan: Plan) -> Plan:
         """A plan with what its program needs without it: measured if that is known, else predicted."""

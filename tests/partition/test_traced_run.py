@@ -13,7 +13,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.run_function import read_avals, run_function, vjp_of
-from jaxsub.partition.traced_run import mark_of, trace_function, trace_run
+from jaxsub.partition.traced_run import trace_function, trace_run
 
 
 def arrays(avals):
@@ -29,16 +29,12 @@ def arrays(avals):
 
 
 def evaluate(eqns, inputs, outputs, values):
-    """Evaluate equations; what marks a value hands it on."""
+    """Evaluate equations."""
     env = dict(zip(inputs, values, strict=True))
     read = lambda a: env[a] if compat.is_var(a) else a.val  # noqa: E731
     for eqn in eqns:
-        if mark_of(eqn) is not None:
-            results = [read(eqn.invars[0])]
-        else:
-            jaxpr = compat.make_jaxpr_of([eqn], given := list(filter(compat.is_var, eqn.invars)), eqn.outvars)
-            results = jax.core.eval_jaxpr(jaxpr, (), *map(read, given))
-        env.update(zip(eqn.outvars, results, strict=True))
+        jaxpr = compat.make_jaxpr_of([eqn], given := list(filter(compat.is_var, eqn.invars)), eqn.outvars)
+        env.update(zip(eqn.outvars, jax.core.eval_jaxpr(jaxpr, (), *map(read, given)), strict=True))
     return [read(a) for a in outputs]
 
 
