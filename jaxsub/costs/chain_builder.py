@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from jaxsub.core.chain import Chain, Item, Option, Stage, Untimed
 from jaxsub.core.disk_cache import Store
+from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
 from jaxsub.core.passes import Pass, run_passes
 from jaxsub.core.plan import Plan
@@ -94,11 +95,11 @@ class Pricer:
 
     def _chain(self, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> Chain:
         runs = list(pairwise(cuts))
-        free = [run for run in runs if not self._is_pinned(*run)]
-        zeros = shared_zeros(self._run(*run)[0] for run in free)
+        free = [run for run in runs if not self._is_pinned(*run, cuts)]
+        zeros = shared_zeros(self._run(*run, cuts)[0] for run in free)
         ends = block_ends(self.program.graph, cuts)[:-1]
-        blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]])]
-        traced = {run: self._run(*run) for run in free}
+        blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]], cuts)]
+        traced = {run: self._run(*run, cuts) for run in free}
         dead = dead_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
         stages = tuple(self._stage(start, stop, dead.get((start, stop), ()), cuts, zeros) for start, stop in runs)
         spans = spans_of(cuts, ends, sizes)
@@ -156,32 +157,37 @@ class Pricer:
         count = Counter(self._kind(cuts[a], cuts[b]) for a, b in spans)
         is_short = len(cuts) - 1 <= TUNING.few_stages
         worth = [(a, b) for a, b in spans if b == a + 1 or is_short or count[self._kind(cuts[a], cuts[b])] > 1]
-        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b])]
+        return [(a, b) for a, b in worth if not self._is_pinned(cuts[a], cuts[b], tuple(cuts))]
 
-    def _is_pinned(self, start: int, stop: int) -> bool:
+    def _is_pinned(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> bool:
         """Tell whether a run is never wrapped: an equation must run once, or its backward pass cannot be traced."""
         must_run_once = not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
-        return must_run_once or self._found_run(start, stop) is None
+        return must_run_once or self._found_run(start, stop, cuts) is None
 
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
             self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop)
         return self._kinds[start, stop]
 
-    def _run(self, start: int, stop: int) -> Traced:
-        found = self._found_run(start, stop)
+    def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> Traced:
+        found = self._found_run(start, stop, cuts)
         assert found is not None, "a run is looked at only where its backward pass can be traced"
         return found
 
-    def _found_run(self, start: int, stop: int) -> Traced | None:
+    def _found_run(self, start: int, stop: int, cuts: tuple[int, ...]) -> Traced | None:
         kind = self._kind(start, stop)
         if kind not in self._traced:
             try:
-                traced = trace_run(self.program, start, stop)
+                marked = _worth_marking(self.program.graph, cuts, start, stop, self._choices)
+                traced = trace_run(self.program, start, stop, marked)
                 self._traced[kind] = traced, choices(traced)
             except NoBackwardPass:
                 self._traced[kind] = None
         return self._traced[kind]
+
+    def _choices(self, start: int, stop: int) -> tuple[Choice, ...]:
+        found = self._found_run(start, stop, ())
+        return found[1] if found is not None else ()
 
     @property
     def _is_cpu(self) -> bool:
@@ -262,7 +268,7 @@ class Pricer:
         self, cuts: tuple[int, ...], first: int, end: int, stages: Sequence[Stage], zeros: Zeros
     ) -> tuple[Option, ...]:
         graph, start, stop = self.program.graph, cuts[first], cuts[end]
-        found = self._run(start, stop)[1]
+        found = self._run(start, stop, cuts)[1]
         hoisted = sum(s.hoisted_bytes for s in stages)
         pace, options = self._pace(stages) if self._minimises_seconds else 0.0, []
         for c in found:
@@ -320,3 +326,28 @@ class Pricer:
             traced = self._run(start, stop)[0]
             self._known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=self.target.gpu)
         return self._known[key]
+
+
+def _worth_marking(
+    graph: Graph, cuts: Sequence[int], start: int, stop: int, found: Callable[[int, int], Sequence[Choice]]
+) -> tuple[int, ...]:
+    """List the offsets of values that one of several stages saves or returns; none for a single stage.
+
+    Several stages together rarely save a value that no stage saves alone. Beside many others that are as good, up to
+    elementwise work, the corners between would be no corners any more.
+
+    Args:
+        graph: The program.
+        cuts: The first node of each stage, and the number of nodes last.
+        start: The first stage's first node.
+        stop: The node after the last stage's last.
+        found: The choices of a stage, by its first node and the node after its last.
+    """
+    ends = [cut for cut in cuts if start <= cut <= stop]
+    if len(ends) < 3 or (ends[0], ends[-1]) != (start, stop):
+        return ()
+    first, last, marked = graph.first_value(start), graph.last_uses(), set[int]()
+    for a, b in pairwise(ends):
+        marked.update(graph.first_value(a) - first + offset for choice in found(a, b) for offset in choice.saved)
+        marked.update(v - first for v in graph.made_by(a, b) if last[v] >= b)
+    return tuple(sorted(marked))

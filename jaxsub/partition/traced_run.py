@@ -78,8 +78,8 @@ class NoBackwardPass(ValueError):
     """A run whose backward pass cannot be traced by itself."""
 
 
-def trace_run(program: Program, start: int, stop: int) -> TracedRun:
-    """Trace a run of nodes and its backward pass, with every value that it makes marked.
+def trace_run(program: Program, start: int, stop: int, marked: Sequence[int] = ()) -> TracedRun:
+    """Trace a run of nodes and its backward pass, with the values at some offsets marked, or all when empty.
 
     `NoBackwardPass` if a derivative rule refuses, in its own way, cotangents of all that the run returns.
 
@@ -91,7 +91,7 @@ def trace_run(program: Program, start: int, stop: int) -> TracedRun:
         (['exp', 'sin', 'cos', 'reduce_sum'], ['broadcast_in_dim', 'mul', 'mul'])
     """
     try:
-        return _Composed(program, start, stop).run()
+        return _Composed(program, start, stop, frozenset(marked)).run()
     except NotImplementedError:  # the program has no gradient, not this run alone
         raise
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -166,6 +166,7 @@ class _Composed:
     program: Program
     start: int
     stop: int
+    marked: frozenset[int]
     forward: list[Any] = field(init=False, default_factory=list)
     backward: list[Any] = field(init=False, default_factory=list)
     atoms: dict[Any, Any] = field(init=False, default_factory=dict)  # of the program -> of the forward pass
@@ -246,13 +247,15 @@ class _Composed:
         return known[key]
 
     def _marked(self, atom: Any, value: int) -> Any:
-        """Mark a value, if JAX can save it by name."""
-        dtype = atom.aval.dtype
+        """Mark a value, if it is to be marked and JAX can save it by name."""
+        offset, dtype = value - self.program.graph.made_by(self.start, self.stop).start, atom.aval.dtype
+        if self.marked and offset not in self.marked:
+            return atom
         if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, np.complexfloating):
             return atom
         found = compat.new_var(atom.aval)
         self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found]))
-        self.marks[found] = value - self.program.graph.made_by(self.start, self.stop).start
+        self.marks[found] = offset
         return found
 
     def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:

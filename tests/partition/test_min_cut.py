@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsub
+from jaxsub.costs.chain_builder import _worth_marking
 from jaxsub.jaxpr.trace import trace
+from jaxsub.partition.cuts import find_cuts
 from jaxsub.partition.min_cut import choices
 from jaxsub.partition.traced_run import trace_run
 
@@ -33,6 +35,24 @@ def test_what_ends_a_run_is_not_executed_again(program):
     product = program.graph.nodes[4].flops
     assert choices(trace_run(program, 4, 5))[0].recompute_flops == 0
     assert 0 < choices(trace_run(program, 4, 6))[0].recompute_flops <= 1.1 * product
+
+
+def test_of_several_stages_what_one_saves_or_returns_is_marked(program):
+    """Of a single stage nothing is left out; of several what none of them saves by itself, or returns, is."""
+    cuts = find_cuts(program.graph, window=0)
+    assert len(cuts) > 3
+
+    def found(a, b):
+        return choices(trace_run(program, a, b))
+
+    start, stop = cuts[0], cuts[3]
+    assert _worth_marking(program.graph, cuts, cuts[0], cuts[1], found) == ()
+    assert _worth_marking(program.graph, cuts, cuts[0], cuts[1] + 1, found) == ()
+    marked = _worth_marking(program.graph, cuts, start, stop, found)
+    n_made = len(program.graph.made_by(start, stop))
+    assert 0 < len(marked) < n_made
+    every, narrow = (choices(trace_run(program, start, stop, m)) for m in ((), marked))
+    assert [c.saved for c in every] == [c.saved for c in narrow]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
