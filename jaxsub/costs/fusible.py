@@ -123,7 +123,7 @@ def is_copied(eqn: Any, place: int) -> bool:
 
 
 def flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """List the operands, of variables alone, and the result that a product reshapes to two dimensions."""
+    """List which of its operands that are variables, and its result, a product reshapes to two dimensions."""
     if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1][0]:
         return []
     return [v for v in (*ins, *eqn.outvars) if v.aval.ndim > 2]

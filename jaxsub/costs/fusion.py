@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsub.costs.fusible import (
-    IN_PLACE,
     RESHAPES,
     TAKEN_IN,
     array_bytes,
@@ -51,6 +50,7 @@ from jaxsub.costs.fusible import (
     scattered_last,
     summed_columns,
     threefry_bytes,
+    written_over,
 )
 from jaxsub.costs.narrow_floats import is_slow, widened
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
@@ -292,6 +292,8 @@ class Lives:
 
     def _barriers_before(self, eqn: Any) -> frozenset[Any]:
         """The barriers that an equation reads results of."""
+        if not self._behind:
+            return frozenset()
         read = {v for a in eqn.invars if compat.is_var(a) for v in (a, self.base(a))}
         return frozenset[Any]().union(*(self._behind.get(v, frozenset()) for v in read))
 
@@ -301,10 +303,9 @@ class Lives:
         beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
         wholes = self._materialised(product)
         self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
-        over = [self.base(eqn.invars[0])] if eqn.primitive.name in IN_PLACE else []
-        carried = [frozenset(map(self.base, filter(compat.is_var, [a]))) for a in eqn.invars[slice(*carried_by(eqn))]]
+        each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
-        self._add(eqn.outvars, reads | wholes, position, wholes | frozenset(over), tuple(carried))
+        self._add(eqn.outvars, reads | wholes, position, wholes, each)
 
     def _split(self, position: int, eqn: Any) -> None:
         """Add a split-K product and the sum of its parts, which is fused into its readers unless it is stored."""

@@ -120,7 +120,7 @@ def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
     gradients = {lives.base(v): i not in function.joined for v, i in pairs if compat.is_var(v) and traced.weights[i]}
     every = ((lives.base(v), lives.base(a)) for eqn in lives.eqns for v, a in written_over(eqn) if compat.is_var(a))
     over = [(made, read) for made, read in every if made in gradients]
-    read_by = Counter(read for _, read in over)  # what several results begin as is copied into each
+    read_by = Counter(read for _, read in over)  # an operand of several loop results is copied for each
     found = {buffer for made, read in over for buffer in (made, read) if buffer is made or read_by[read] == 1}
     alone = {v for v, is_alone in gradients.items() if is_alone}
     return alone, found - alone

@@ -9,7 +9,7 @@ last.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -36,7 +36,7 @@ def flatten_jaxpr(
     env: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         _inline(eqn, env, eqns, hoisted, None, body_of)
-    outvars = [_read(env, a) for a in jaxpr.outvars]
+    outvars = [renamed(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
 
@@ -46,24 +46,31 @@ def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], 
     eqns, inputs, outvars, consts = flatten_jaxpr(closed, opened=opened)
     literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
     if literals:
-        eqns = [eqn.replace(invars=[_read(literals, a) for a in eqn.invars]) for eqn in eqns]
-        outvars = [_read(literals, a) for a in outvars]
+        eqns = [eqn.replace(invars=[renamed(literals, a) for a in eqn.invars]) for eqn in eqns]
+        outvars = [renamed(literals, a) for a in outvars]
     return eqns, inputs[len(consts) :], outvars
 
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return env.get(atom, atom) if compat.is_var(atom) else atom
+def renamed(names: Mapping[Any, Any], atom: Any) -> Any:
+    """What an atom is called now; a variable without another name, or a constant, is itself."""
+    return names.get(atom, atom) if compat.is_var(atom) else atom
+
+
+def with_new_names(eqn: Any, names: dict[Any, Any]) -> Any:
+    """The equation with its variables renamed, those that it makes to new ones, which are added to `names`."""
+    invars = [renamed(names, a) for a in eqn.invars]
+    outvars = [compat.new_var(v.aval) for v in eqn.outvars]
+    names.update(zip(eqn.outvars, outvars, strict=True))
+    return eqn.replace(invars=invars, outvars=outvars)
 
 
 def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[Any, Any]], caller: Any,
             body_of: Callable[[Any], Any]) -> None:  # fmt: skip
     body = body_of(eqn)
-    invars = [_read(env, a) for a in eqn.invars]
+    invars = [renamed(env, a) for a in eqn.invars]
     if body is None:
         if caller is not None:
-            outvars = [compat.new_var(v.aval) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outvars, strict=True))
-            eqn = eqn.replace(invars=invars, outvars=outvars, source_info=compat.within(eqn, caller))
+            eqn = with_new_names(eqn, env).replace(source_info=compat.within(eqn, caller))
         elif env:
             eqn = eqn.replace(invars=invars)
         eqns.append(eqn)
@@ -81,7 +88,7 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         hoisted.append((inner[var], const))
     for inner_eqn in jaxpr.eqns:
         _inline(inner_eqn, inner, eqns, hoisted, eqn, body_of)
-    env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
+    env.update((v, renamed(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
 
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")

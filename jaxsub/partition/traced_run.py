@@ -9,7 +9,7 @@ a barrier stands behind each, and what reads the value reads the barrier's resul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.inline import flatten_closed, live_eqns
+from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_names
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
@@ -192,15 +192,12 @@ class _Composed:
         backward = live_eqns(self.backward, gradients)
         read = {a for eqn in backward for a in eqn.invars if compat.is_var(a)}.union(filter(compat.is_var, gradients))
         given = {r: v for r, v in self.given.items() if v in read}
-        free = frozenset(v - base for v, base in self._returned())
+        made, last = graph.made_by(self.start, self.stop), graph.last_uses()
+        free = frozenset(v - made.start for v in made if last[v] >= self.stop)
         weights = tuple(graph.values[v].producer is None for v in function.reads)
         return TracedRun(function, tuple(live_eqns(self.forward, (*given, *returned))), inputs, tuple(given),
                          tuple(backward), (*given.values(), *cotangents.values()), tuple(gradients), free, weights,
                          returned, self.marks)  # fmt: skip
-
-    def _returned(self) -> Iterator[tuple[int, int]]:
-        made, last = self.program.graph.made_by(self.start, self.stop), self.program.graph.last_uses()
-        return ((v, made.start) for v in made if last[v] >= self.stop)
 
     def _with_cotangents(self, function: RunFunction) -> set[int]:
         """Find the values made here whose cotangents are needed: those that a differentiated result depends on."""
@@ -215,19 +212,19 @@ class _Composed:
         eqn, node = self.program.eqns[i], self.program.graph.nodes[i]
         active = tuple(k for k, v in enumerate(node.outputs) if v in wanted)
         if not active:
-            self.forward.append(eqn.replace(invars=[self._read(self.atoms, a) for a in eqn.invars]))
+            self.forward.append(eqn.replace(invars=[renamed(self.atoms, a) for a in eqn.invars]))
             self.atoms.update((v, self._marked(v, value)) for v, value in zip(eqn.outvars, node.outputs, strict=True))
             return i, None, {}
         passes = self._passes(i, active)
         inner = dict(zip(passes.inputs, (self.atoms[v] for v in _read_by(eqn)), strict=True))
         by_result = passes.outputs[0] if is_known_by_result(eqn) else None
         for part in passes.forward:
-            self.forward.append(_renamed(part, inner))
+            self.forward.append(with_new_names(part, inner))
             if by_result in part.outvars:
                 inner[by_result] = self._marked(inner[by_result], node.outputs[0])
         order = (*active, *(k for k in range(len(node.outputs)) if k not in active))
         for k, atom in zip(order, passes.outputs, strict=True):
-            found = self._read(inner, atom)
+            found = renamed(inner, atom)
             self.atoms[eqn.outvars[k]] = found if atom is by_result else self._marked(found, node.outputs[k])
         return i, passes, inner
 
@@ -260,15 +257,15 @@ class _Composed:
 
     def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:
         node = self.program.graph.nodes[i]
-        read = (self._given(self._read(inner, r)) for r in passes.residuals)
+        read = (self._given(renamed(inner, r)) for r in passes.residuals)
         cotangents = (self._cotangent(v) for v in node.outputs if v in wanted)
         here = dict(zip((*passes.residuals_in, *passes.cotangents), (*read, *cotangents), strict=True))
-        self.backward += [_renamed(eqn, here) for eqn in passes.backward]
+        self.backward += [with_new_names(eqn, here) for eqn in passes.backward]
         zeros = {v for eqn in passes.backward if _is_zeros(eqn) for v in eqn.outvars}
         values = [v for v in dict.fromkeys(node.inputs) if self.program.graph.values[v].is_differentiated]
         for value, gradient in zip(values, passes.gradients, strict=True):
             if gradient not in zeros if compat.is_var(gradient) else np.any(gradient.val):
-                self._add(value, self._read(here, gradient))
+                self._add(value, renamed(here, gradient))
 
     def _given(self, residual: Any) -> Any:
         """The input of the backward pass that is a residual; a constant is itself."""
@@ -293,10 +290,6 @@ class _Composed:
             self.backward.append(_sum().replace(invars=pair, outvars=[contribution]))
         self.sums[value] = contribution
 
-    @staticmethod
-    def _read(names: dict[Any, Any], atom: Any) -> Any:
-        return names.get(atom, atom) if compat.is_var(atom) else atom
-
 
 def _read_by(eqn: Any) -> list[Any]:
     """The variables that an equation reads, each once."""
@@ -315,14 +308,6 @@ def _function_of(program: Program, eqn: Any, variables: Sequence[Any], active: S
         return tuple(outs[k] for k in active), tuple(out for k, out in enumerate(outs) if k not in active)
 
     return call
-
-
-def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
-    """The equation with its variables renamed, those that it makes to new ones, which are added to `names`."""
-    invars = [_Composed._read(names, a) for a in eqn.invars]
-    outvars = [compat.new_var(v.aval) for v in eqn.outvars]
-    names.update(zip(eqn.outvars, outvars, strict=True))
-    return eqn.replace(invars=invars, outvars=outvars)
 
 
 def _is_zeros(eqn: Any) -> bool:

@@ -45,8 +45,6 @@ SAME = ("name", "optimization_barrier", "reduce_precision")
 PARTS = ("slice", "squeeze", "reshape", "dynamic_slice", "broadcast_in_dim")
 """What only takes a part or a view of a value."""
 
-REGIONS = ("checkpoint", "remat", "remat2")
-
 
 def opened(program: Program, plan: Plan, target: Target, store: Store | None) -> Plan:
     """The plan with its loops and slices opened; a store keeps that between processes, with the program's lines and
@@ -145,7 +143,7 @@ def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
         return tuple(o for o, is_active in chosen if is_active), ()
 
     function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
-    return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=REGIONS)
+    return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=compat.REGIONS)
 
 
 def _saved(traced: TracedRun, carry: range) -> tuple[Holding, ...]:
