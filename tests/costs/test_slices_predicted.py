@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from layers import mixing_layers, tanh_layers
 
 import jaxsub
 from jaxsub.core.decisions import Inside
@@ -17,19 +18,6 @@ from jaxsub.search.slicing import asked
 from jaxsub.search.verify import Verifier, cut_choices
 
 
-def deep(ws, x):
-    for w in ws:
-        x = jnp.tanh(x @ w)
-    return (x**2).mean()
-
-
-def wide(ws, x):
-    """Layers that mix all axes but the batch, so that a slice may be of one."""
-    for w in ws:
-        x = jnp.tanh(jnp.einsum("bnd,nm->bmd", jnp.cumsum(x, 2) / 4096, w))
-    return (x**2).mean()
-
-
 def gated(ws, x):
     for w in ws:
         x = x + jax.nn.silu(x @ w)
@@ -38,9 +26,9 @@ def gated(ws, x):
 
 WEIGHTS = [jnp.eye(64)] * 12
 CASES = [
-    (deep, jnp.ones((8192, 64)), 8),
-    (deep, jnp.ones((8192, 64)), 32),
-    (wide, jnp.ones((4, 64, 4096)), 4),
+    (tanh_layers, jnp.ones((8192, 64)), 8),
+    (tanh_layers, jnp.ones((8192, 64)), 32),
+    (mixing_layers, jnp.ones((4, 64, 4096)), 4),
     (gated, jnp.ones((4096, 64)), 4),
 ]
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import zoo
 from jaxprs import by_result
+from layers import tanh_layers
 from machine import Machine, all_runs, random_chain, uniform
 
 import jaxsub
@@ -254,12 +255,6 @@ def test_the_bound_of_many_stages_is_close(n_stages):
     plan = Optimal()(chain, predict(chain, chain.plain()).temp_bytes // 4)
     bound = least_flops(chain, plan.prediction.temp_bytes, seconds=120)
     assert 0 < bound <= plan.prediction.extra_flops <= bound + 0.1 * chain.forward_flops
-
-
-def tanh_layers(ws, x):
-    for w in ws:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
 
 
 LAYERS = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 8, jax.ShapeDtypeStruct((512, 16), jnp.float32)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import pytest
+from layers import tanh_layers
 from machine import random_chain, uniform
 
 import jaxsub
@@ -152,13 +153,6 @@ def test_a_function_is_solved_once(monkeypatch):
     assert jaxsub.plan(tanh_layers, ws, x, budget=0.6, cache=False, progress=False).n_regions
     assert solutions
     assert all(chain != before for before, chain in pairwise(solutions))
-
-
-def tanh_layers(ws, x):
-    """As many layers as weights."""
-    for w in ws:
-        x = jnp.tanh(x @ w)
-    return (x**2).mean()
 
 
 def test_plain_has_no_barriers_and_barriers_has_all():

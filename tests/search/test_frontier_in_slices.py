@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layers import mixing_layers, tanh_layers
 from test_slicing import HEAD, X, Y, classify
 
 import jaxsub
@@ -12,24 +13,10 @@ from jaxsub.search.slicing import ChunksError
 ARGS = (HEAD, X, Y)
 
 
-def deep(ws, x):
-    """Layers whose batch is independent to the mean at the end: the whole function may run in slices."""
-    for w in ws:
-        x = jnp.tanh(x @ w)
-    return (x**2).mean()
-
-
-def mixing(ws, x):
-    """Layers that mix all axes but the batch, which is short: few slices, each of them wide."""
-    for w in ws:
-        x = jnp.tanh(jnp.einsum("bnd,nm->bmd", jnp.cumsum(x, 2) / 4096, w))
-    return (x**2).mean()
-
-
 DEEP = [jnp.eye(64)] * 12, jnp.ones((8192, 64))
 
 
-@pytest.mark.parametrize(("fun", "args"), [(classify, ARGS), (deep, DEEP)], ids=["head", "whole function"])
+@pytest.mark.parametrize(("fun", "args"), [(classify, ARGS), (tanh_layers, DEEP)], ids=["head", "whole function"])
 def test_a_frontier_goes_below_the_floor(fun, args):
     """Points in slices need, compiled, less than half of the least without them; the last is the plain program."""
     whole = jaxsub.frontier(fun, *args, chunks=False, verify=True, cache=False).points
@@ -44,7 +31,7 @@ def test_a_frontier_goes_below_the_floor(fun, args):
     assert not found[-1].plan.slices
 
 
-@pytest.mark.parametrize(("fun", "args"), [(classify, ARGS), (deep, DEEP)], ids=["head", "whole function"])
+@pytest.mark.parametrize(("fun", "args"), [(classify, ARGS), (tanh_layers, DEEP)], ids=["head", "whole function"])
 def test_memory_rises_and_recompute_falls_along_slices_too(fun, args):
     """With `chunks=True` no point is better than another in both."""
     found = jaxsub.frontier(fun, *args, chunks=True, points=20, cache=False).points
@@ -56,13 +43,13 @@ def test_memory_rises_and_recompute_falls_along_slices_too(fun, args):
 def test_whole_functions_in_slices_recompute_inside_of_them():
     """Below what its slices need, a slice of a whole function is planned itself."""
     args = [jnp.eye(64)] * 12, jnp.ones((4, 64, 4096))
-    points = jaxsub.frontier(mixing, *args, verify=True, points=20, cache=False).points
+    points = jaxsub.frontier(mixing_layers, *args, verify=True, points=20, cache=False).points
     inside = [p for p in points if any(run.inside.segments for run in p.plan.slices)]
     assert inside
     for point in inside:
         assert point.extra > 0
         assert point.plan.measurement.temp_bytes <= 1.1 * point.temp_bytes
-    got, want = (jax.grad(f)(*args) for f in (jaxsub.sublinear(mixing, plan=inside[0].plan), mixing))
+    got, want = (jax.grad(f)(*args) for f in (jaxsub.sublinear(mixing_layers, plan=inside[0].plan), mixing_layers))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 

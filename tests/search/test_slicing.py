@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from layers import tanh_layers
 
 import jaxsub
 from jaxsub.core.decisions import Slices
@@ -312,17 +313,12 @@ def test_the_least_of_a_whole_function_in_slices_recomputes_inside_each():
     """A budget of one byte is refused with the least of all plans inside slices, and that is met."""
     weights, x = [jnp.eye(64) * 0.9] * 24, jnp.ones((8192, 64))
 
-    def deep(ws, x):
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
     asked = dict(chunks={0: 8}, cache=False, progress=False)
-    kept = jaxsub.plan(deep, weights, x, verify=False, **asked).prediction.temp_bytes
+    kept = jaxsub.plan(tanh_layers, weights, x, verify=False, **asked).prediction.temp_bytes
     with pytest.raises(jaxsub.InfeasibleBudgetError) as refused:
-        jaxsub.plan(deep, weights, x, budget=1, verify=False, **asked)
+        jaxsub.plan(tanh_layers, weights, x, budget=1, verify=False, **asked)
     assert refused.value.least_bytes < 0.7 * kept
-    plan = jaxsub.plan(deep, weights, x, budget=int(1.1 * refused.value.least_bytes), **asked)
+    plan = jaxsub.plan(tanh_layers, weights, x, budget=int(1.1 * refused.value.least_bytes), **asked)
     assert plan.slices[0].inside.segments
     assert plan.measurement.temp_bytes <= 1.1 * refused.value.least_bytes
 
