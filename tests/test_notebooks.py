@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 
 import jaxsub
 
+pytestmark = pytest.mark.once
 ROOT = Path(jaxsub.__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PATHS = re.compile(

@@ -13,6 +13,7 @@ import zoo
 
 import jaxsub
 
+pytestmark = pytest.mark.once
 MIB = 2**20
 BUDGETS = (0.7, 0.4, 0.2)
 FULL = ("gpt", "resnet")

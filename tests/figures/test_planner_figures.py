@@ -16,6 +16,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search.verify import Verifier
 
+pytestmark = pytest.mark.once
 # Layers, k, FLOPs over plain of the same recursion written by hand with nested jax.checkpoint.
 RECURSIONS = [
     (64, 1, 1.84), (64, 2, 1.72), (64, 3, 1.51),

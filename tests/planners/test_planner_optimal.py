@@ -20,6 +20,7 @@ from jaxsub.planners.dp_tables import depth, tables_of
 from jaxsub.planners.optimal import Optimal, solve
 from jaxsub.planners.split_regions import split_regions
 
+pytestmark = pytest.mark.once
 MIB = 2**20
 
 
