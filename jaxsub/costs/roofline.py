@@ -26,11 +26,13 @@ import jax.numpy as jnp
 from jaxsub.core.chain import Chain, Option
 from jaxsub.core.disk_cache import Store, key_of
 from jaxsub.core.errors import PlannerError, UnsupportedError
+from jaxsub.costs.fusible import IN_PLACE
 from jaxsub.costs.fusion import Lives
 from jaxsub.costs.live_ranges import recomputed
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
+from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.run_function import read_avals, run_function, vjp_of
 from jaxsub.partition.traced_run import TracedRun
@@ -41,6 +43,9 @@ MATMULS = frozenset(
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
 """Primitives that run on tensor cores."""
+
+PARTS = frozenset("slice dynamic_slice gather".split())
+"""Primitives that read no more of an array than they make."""
 
 RUNS = 7
 """Timed runs of each pass, in turn, after one that warms up caches."""
@@ -189,21 +194,35 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
         '159 us for 137 GFLOPs and two passes over 32 MiB'
     """
     lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
-    return sum(_seconds(eqn, lives.reads(eqn), lives.stores(eqn), target) for eqn in eqns)
+    seconds, fused = 0.0, dict[Any, frozenset[Any]]()  # what a variable that is not stored is computed from
+    for eqn in eqns:
+        operands = [lives.base(a) for a in eqn.invars if compat.is_var(a)]
+        is_part = _reads_part(eqn)
+        reads = frozenset(eqn.outvars if is_part else ()).union(*(fused.get(v, (v,)) for v in operands if not is_part))
+        if lives.stores(eqn) or (bodies_of(eqn) and is_costly(eqn)):
+            seconds += _seconds(eqn, reads, target)
+        else:
+            fused.update((v, reads) for v in eqn.outvars)
+    return seconds
 
 
-def _seconds(eqn: Any, reads: Iterable[Any], is_stored: bool, target: Target) -> float:
+def _reads_part(eqn: Any) -> bool:
+    """Whether an equation, or a function with a custom rule, reads no more of an array than it makes."""
+    return eqn.primitive.name in PARTS or any(_reads_part(e) for body in bodies_of(eqn) for e in body.eqns)
+
+
+def _seconds(eqn: Any, reads: Iterable[Any], target: Target) -> float:
     bodies = bodies_of(eqn)
     if bodies and is_costly(eqn):
-        seconds = [
-            eqns_seconds(b.eqns, compat.open_jaxpr(b).invars, compat.open_jaxpr(b).outvars, target) for b in bodies
-        ]
+        seconds = [eqns_seconds(*flatten_closed(body), target) for body in bodies]
         if eqn.primitive.name == "cond":
             return max(seconds)
         return sum(seconds) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-    if not is_stored:
-        return 0.0
-    moved = sum(_bytes(v) for v in reads) + sum(_bytes(v) for v in eqn.outvars)
+    written = sum(_bytes(v) for v in eqn.outvars)
+    if eqn.primitive.name in IN_PLACE and eqn.invars[0] in reads:
+        reads = frozenset(reads) - {eqn.invars[0]}
+        written = max(_bytes(a) for a in eqn.invars[1:])
+    moved = sum(_bytes(v) for v in reads) + written
     dtype = next((str(a.aval.dtype) for a in eqn.invars if hasattr(a.aval, "dtype")), "float32")
     rate = target.rate(dtype, is_matmul=eqn.primitive.name in MATMULS)
     return max(flops_of(eqn).total / rate, moved / target.bytes_per_second)

@@ -59,6 +59,29 @@ def test_what_is_fused_costs_one_pass_over_memory():
     assert spent(ten, WIDE) == once == pytest.approx(2 * 4 * 4096**2 / 3.35e12)
 
 
+def test_a_part_of_an_array_is_read_without_the_rest():
+    """Rows, a slice, or one layer's weights behind a custom rule cost two passes over what is made of them."""
+    stack, at = jax.ShapeDtypeStruct((64, 1024, 1024), "float32"), jax.ShapeDtypeStruct((), "int32")
+    two_passes = pytest.approx(2 * 4 * 1024**2 / 3.35e12, rel=0.01)
+    layer = jax.custom_jvp(lambda ws, i: lax.dynamic_index_in_dim(ws, i, keepdims=False))
+    layer.defjvp(lambda primals, tangents: (layer(*primals), layer(tangents[0], primals[1])))
+    assert spent(lambda ws, i: lax.dynamic_slice(ws, (i, 0, 0), (1, 1024, 1024)), stack, at) == two_passes
+    assert spent(lambda ws: jnp.sin(ws[3]), stack) == two_passes
+    assert spent(lambda ws, i: lax.scan(lambda c, _: (c + layer(ws, i), None), ws[0], None, 8)[0], stack, at) < (
+        8 * 3 * two_passes.expected
+    )
+    rows = jax.ShapeDtypeStruct((128,), "int32")
+    table = jax.ShapeDtypeStruct((128_000, 1024), "float32")
+    assert spent(lambda t, i: t[i], table, rows) < 0.01 * 4 * 128_000 * 1024 / 3.35e12
+
+
+def test_an_update_in_place_moves_the_part_that_changes():
+    """A row written into an array costs two passes over the row."""
+    stack, row = jax.ShapeDtypeStruct((64, 1024, 1024), "float32"), jax.ShapeDtypeStruct((1, 1024, 1024), "float32")
+    written = spent(lambda ws, w: lax.dynamic_update_slice(ws, w, (3, 0, 0)), stack, row)
+    assert written == pytest.approx(2 * 4 * 1024**2 / 3.35e12, rel=0.01)
+
+
 def test_loops_count_their_length_and_branches_the_longest():
     """A scan of 12 steps takes 12 bodies; a conditional its dearest branch."""
     stack = jax.ShapeDtypeStruct((12, 256, 256), "float32")
