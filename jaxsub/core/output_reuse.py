@@ -19,7 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Run
-from jaxsub.core.graph import Graph
+from jaxsub.core.graph import Graph, Value
+
+CONVERSIONS = frozenset("convert_element_type reshape transpose squeeze expand_dims copy name".split())
+"""Primitives that make of a weight what a product reads; their gradient is written where the product's is."""
 
 Piece = tuple[int, int, int, bool]
 """Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
@@ -84,8 +87,19 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     """List the bytes of gradients that a run's backward pass writes first: of weights that no later product reads."""
     costly = (node for node in graph.nodes[start:stop] if node.is_costly)
-    weights = ((graph.values[v], node) for node in costly for v in {*node.inputs} if graph.values[v].producer is None)
-    return tuple(w.n_bytes for w, node in weights if w.is_differentiated and w.consumers[-1] == node.index)
+    weights = (_weight(graph, v, node.index) for node in costly for v in {*node.inputs})
+    return tuple(w.n_bytes for w in weights if w is not None)
+
+
+def _weight(graph: Graph, value: int, reader: int) -> Value | None:
+    """The differentiated input that a node is the last to read, converted or reshaped perhaps."""
+    found = graph.values[value]
+    if not found.consumers or found.consumers[-1] != reader:
+        return None
+    if found.producer is None:
+        return found if found.is_differentiated else None
+    node = graph.nodes[found.producer]
+    return _weight(graph, node.inputs[0], node.index) if node.primitive in CONVERSIONS and node.inputs else None
 
 
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:

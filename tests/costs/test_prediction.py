@@ -1,5 +1,6 @@
 """Predicted peaks beside what the compiler allocates: what crosses a cut and dies there, what outputs host."""
 
+import functools
 import importlib
 from dataclasses import replace
 from itertools import pairwise
@@ -176,6 +177,21 @@ def test_a_gpu_makes_alike_zeros_together():
     assert min(o.saved_bytes for o in item.options) == heads[0].hoisted_bytes
     kept, bare = (sum(s.keep_bytes for s in c.stages) for c in (chain, unfenced(chain)))
     assert kept == bare + 2 * 64 * 256 * 4
+
+
+def test_gradients_of_weights_that_are_converted_host_too():
+    """Mixed precision: weights in float32, read in bfloat16 and transposed; a GPU puts activations in gradients."""
+    layer = lambda x, w: x + jax.nn.silu(x @ w.T.astype(x.dtype))  # noqa: E731
+    loss = lambda ws, x: jnp.mean(functools.reduce(layer, ws, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct((2048, 2048), "float32")] * 12, jax.ShapeDtypeStruct((2048, 2048), "float32")
+    program = trace(loss, shapes, {}, argnums=0)
+    cuts = cut_choices(program)[0]
+    assert gradient_sizes(program.graph, *cuts[2:4]) == (2048 * 2048 * 4,)
+    chain = Pricer(program, get_target("h100")).chain(cuts)
+    found = Verifier(Pricer(program, get_target("h100"))).measure(get("plain")(chain, None)).temp_bytes
+    assert predict(chain, chain.plain()).temp_bytes == pytest.approx(found, rel=0.02)
+    alone = replace(chain, stages=tuple(replace(s, gradient_sizes=()) for s in chain.stages))
+    assert predict(alone, alone.plain()).temp_bytes > 1.3 * found
 
 
 def test_a_sum_hosts_until_it_is_begun():
