@@ -30,7 +30,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import gathered_at_once, scaled, with_gathered
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.partition.min_cut import Choice, choices
@@ -39,6 +39,16 @@ from jaxsub.partition.traced_run import NoBackwardPass, TracedRun, trace_run
 Kind = str
 Zeros = frozenset[Shape]
 Traced = tuple[TracedRun, tuple[Choice, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What runs of a kind were found to need, for one target, in whatever program they are."""
+
+    traced: dict[Kind, Traced | None] = field(default_factory=dict)
+    known: dict[tuple[str, Kind, tuple[int, ...], bool], int] = field(default_factory=dict)
+    sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(default_factory=dict)
+    loop_choices: dict[Kind, tuple[LoopChoice | BranchChoice, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +65,7 @@ class Pricer:
         share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
+        prices: What is known of runs already, of other programs with such runs perhaps.
     """
 
     program: Program
@@ -65,11 +76,8 @@ class Pricer:
     share: float = 1.0
     gathered: tuple[int, ...] = ()
     offload: str | None = None
-    _traced: dict[Kind, Traced | None] = field(init=False, default_factory=dict)
+    prices: Prices = field(default_factory=Prices)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
-    _known: dict[tuple[str, Kind, tuple[int, ...]], int] = field(init=False, default_factory=dict)
-    _sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(init=False, default_factory=dict)
-    _loop_choices: dict[Kind, tuple[LoopChoice | BranchChoice, ...]] = field(init=False, default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], tuple[int, ...]], Chain] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
     _clock: Clock = field(init=False)
@@ -176,14 +184,14 @@ class Pricer:
 
     def _found_run(self, start: int, stop: int, cuts: tuple[int, ...]) -> Traced | None:
         kind = self._kind(start, stop)
-        if kind not in self._traced:
+        if kind not in self.prices.traced:
             try:
                 marked = _worth_marking(self.program.graph, cuts, start, stop, self._choices)
                 traced = trace_run(self.program, start, stop, marked)
-                self._traced[kind] = traced, choices(traced)
+                self.prices.traced[kind] = traced, choices(traced)
             except NoBackwardPass:
-                self._traced[kind] = None
-        return self._traced[kind]
+                self.prices.traced[kind] = None
+        return self.prices.traced[kind]
 
     def _choices(self, start: int, stop: int) -> tuple[Choice, ...]:
         found = self._found_run(start, stop, ())
@@ -237,17 +245,17 @@ class Pricer:
 
     def _kept_sizes(self, start: int, stop: int, most_bytes: int) -> tuple[int, ...]:
         key = self._kind(start, stop), most_bytes
-        if key not in self._sizes:
-            self._sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, gpu=self.target.gpu)
-        return self._sizes[key]
+        if key not in self.prices.sizes:
+            self.prices.sizes[key] = analytic.kept_sizes(self._run(start, stop)[0], most_bytes, gpu=self.target.gpu)
+        return self.prices.sizes[key]
 
     def _dead_bytes(self, start: int, stop: int, dead: tuple[int, ...], is_last: bool) -> int:
         """Sum the bytes of an unwrapped stage's dead inputs, up to the bytes that it keeps instead."""
         what = "last" if is_last else "keep"
         if not dead:
             return 0
-        values = (self.program.graph.values[self._run(start, stop)[0].function.reads[i]] for i in dead)
-        size, keep = sum(v.n_bytes for v in values), self._bytes(what, start, stop, ())
+        inputs = self._run(start, stop)[0].inputs
+        size, keep = sum(aval_bytes(inputs[i].aval) for i in dead), self._bytes(what, start, stop, ())
         held = self._bytes("last" if is_last else "held", start, stop, dead)
         return min(size, max(0, size + keep - held), keep)
 
@@ -290,12 +298,12 @@ class Pricer:
     def _loop_options(self, stage: Stage) -> Iterator[Option]:
         """Yield the options of a stage that is a loop or conditional, unwrapped and in a region that saves nothing."""
         kind, least_bytes = self._kind(stage.start, stage.stop), float("inf")
-        if kind not in self._loop_choices:
+        if kind not in self.prices.loop_choices:
             try:
-                self._loop_choices[kind] = self._choices_of(stage.start)
+                self.prices.loop_choices[kind] = self._choices_of(stage.start)
             except NoBackwardPass:  # of its body as a whole
-                self._loop_choices[kind] = ()
-        for c in self._loop_choices[kind]:
+                self.prices.loop_choices[kind] = ()
+        for c in self.prices.loop_choices[kind]:
             loop, flops = replace(c.loop, node=0), c.recompute_flops
             seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
             # the zeros that a loop stacks values in are made when a CPU's program starts: no region spares them
@@ -316,16 +324,16 @@ class Pricer:
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """Price a loop's body or a branch."""
-        return Pricer(body, self.target, self.store, self.progress).chain(cuts)
+        return Pricer(body, self.target, self.store, self.progress, prices=self.prices).chain(cuts)
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
-        key = what, self._kind(start, stop), saved
-        if key not in self._known:
-            at_once = what == "last" and self.program.loss is not None
+        at_once = what == "last" and self.program.loss is not None
+        key = what, self._kind(start, stop), saved, at_once
+        if key not in self.prices.known:
             traced = self._run(start, stop)[0]
-            self._known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=self.target.gpu)
-        return self._known[key]
+            self.prices.known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=self.target.gpu)
+        return self.prices.known[key]
 
 
 def _worth_marking(

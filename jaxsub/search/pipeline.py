@@ -22,7 +22,7 @@ from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedEr
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.chain_builder import Pricer, Prices
 from jaxsub.devices.aot import only_mesh
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
@@ -176,6 +176,7 @@ class Planning:
     store: Store | None
     step: Callable[[str], None]
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
+    prices: Prices = field(init=False, default_factory=Prices)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
         """What prices and compiles plans of a program, and what makes them."""
@@ -183,7 +184,7 @@ class Planning:
             settings = self.settings
             lying = program.avals(), program.shardings, program.differentiated
             pricer = Pricer(program, self.target, self.store, self.step, settings.profile, data_share(*lying),
-                            gathered_bytes(*lying), settings.offload)  # fmt: skip
+                            gathered_bytes(*lying), settings.offload, self.prices)  # fmt: skip
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
             planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))
