@@ -5,12 +5,14 @@ values of its body (the minimum cut of `jaxsub.partition.min_cut`, on the body) 
 blocks of steps, each recomputed from its first carry; how many of the last steps are outside all blocks and are not
 recomputed; and a plan inside the body, of its stages and of the loops in it. The cost model is:
 
-    kept        carries at the starts of the outermost blocks, and the residuals of the steps outside them; on a CPU
-                the zeros too in which gradients are stacked and summed, which are made when the program starts
+    kept        carries at the starts of the outermost blocks, and the residuals of the steps outside them: of a region
+                the carries that it reads; what depends on constants alone once, for JAX takes it out of the loop; on a
+                CPU the zeros too in which gradients are stacked and summed, which are made when the program starts
     transient   the kept; for each level the carries it starts from and the gradients of slices of xs that it copies;
                 the transient of one step's backward pass; the cotangents of ys that come in, and the gradients that go
                 out and are no results of the program
-    recompute   a forward pass for each level, and the FLOPs whose results a step does not save
+    recompute   a forward pass for each level, of which what depends on constants alone runs once a block; and the
+                FLOPs whose results a step does not save
 
 All steps of a short loop may also be unrolled and planned as a program of their own, where that needs much less. The
 Pareto-optimal choices in these three costs are the scan's options.
@@ -65,12 +67,16 @@ class LoopChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One choice for a step, as fields of a `Loop`, with its kept and transient bytes and recomputed FLOPs."""
+    """One choice for a step, as fields of a `Loop`, with its kept and transient bytes and recomputed FLOPs.
+
+    Residuals of `kept_once_bytes` are saved once, not for each step.
+    """
 
     fields: dict[str, Any]
     kept_bytes: int
     transient_bytes: int
     recompute_flops: float
+    kept_once_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,10 @@ class _Ends:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A loop's body: bytes of carry, slices of xs, their gradients and those of constants; FLOPs; choices of a step."""
+    """A loop's body: bytes of carry, slices of xs, their gradients and those of constants; choices of a step.
+
+    `once_flops` are those of the FLOPs that depend on constants alone.
+    """
 
     node: int
     length: int
@@ -117,6 +126,7 @@ class _Body:
     slice_gradient_bytes: int
     gradient_bytes: int
     flops: float
+    once_flops: float
     steps: tuple[_Step, ...]
     plain: _Step
 
@@ -185,7 +195,7 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         traced = trace_run(changed, 0, len(changed.eqns))
         plain = plain if inner else _flops(traced)
         need = partial(analytic.backward_bytes, traced, gpu=gpu)
-        steps += _steps(traced, inner, sizes, n_consts, n_carry, _flops(traced) - plain, need)
+        steps += _steps(traced, inner, n_consts, n_carry, _flops(traced) - plain, need)
     if body_chain is not None:
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
     return _Body(
@@ -198,6 +208,7 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
         gradient_bytes=sum(sizes[i] for i in range(n_consts) if differentiated[i]),
         flops=sum(n.flops for n in body.graph.nodes),
+        once_flops=_once_flops(body, n_consts),
         steps=tuple(steps),
         plain=steps[0],
     )
@@ -226,21 +237,23 @@ def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
     return [choice.loop for choice in evenly(steps, TUNING.inner_ranks)]
 
 
-def _steps(traced: TracedRun, inner: tuple[Loop, ...], sizes: Sequence[int], n_consts: int, n_carry: int,
-           inner_flops: float, need: Callable[[tuple[int, ...]], int]) -> Iterator[_Step]:  # fmt: skip
+def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: int, inner_flops: float,
+           need: Callable[[tuple[int, ...]], int]) -> Iterator[_Step]:  # fmt: skip
     """Yield a step that keeps everything, then regions that save less and less."""
-    carry_bytes = sum(sizes[n_consts : n_consts + n_carry])
-    reads = zip(traced.function.reads, traced.inputs, strict=True)
-    given = {v for read, v in reads if not n_consts <= read < n_consts + n_carry}
-    residuals = {r for r in traced.residuals if compat.is_var(r) and r not in given}
-    kept = sum(aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype"))
+    reads = dict(zip(traced.inputs, traced.function.reads, strict=True))
+    carry = {v for v, read in reads.items() if n_consts <= read < n_consts + n_carry}
+    stepwise = traced.made_from([v for v, read in reads.items() if read >= n_consts])
+    residuals = {r for r in traced.residuals if compat.is_var(r) and r not in reads.keys() - carry}
+    kept = {r: aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype")}
+    once = sum(n_bytes for r, n_bytes in kept.items() if r not in stepwise)
     inside = Inside(ways=inner)
-    yield _Step({"inside": inside}, kept, need(()), inner_flops)
+    yield _Step({"inside": inside}, sum(kept.values()) - once, need(()), inner_flops, once)
     # a carried value is stacked a second time when it is saved by name, so no value is free here
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         flops = choice.recompute_flops + inner_flops
         fields = {"inside": inside, "is_recomputed": True, "saved": choice.saved}
-        yield _Step(fields, carry_bytes + choice.saved_bytes, need(choice.saved), flops)
+        entry_bytes = sum(aval_bytes(v.aval) for v in carry & traced.read_with(choice.saved))
+        yield _Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
 
 
 def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step]) -> Iterator[_Step]:
@@ -254,6 +267,17 @@ def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain
         else:
             yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, found.transient_bytes,
                         found.recompute_flops)  # fmt: skip
+
+
+def _once_flops(body: Program, n_consts: int) -> float:
+    """The FLOPs of a body that depend on constants alone."""
+    stepwise, flops = set(range(n_consts, len(body.invars))), 0.0
+    for node in body.graph.nodes:
+        if stepwise.isdisjoint(node.inputs):
+            flops += node.flops
+        else:
+            stepwise.update(node.outputs)
+    return flops
 
 
 def _flops(traced: TracedRun) -> float:
@@ -305,11 +329,11 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     levels = len(sizes) - 1
     inside = step.transient_bytes + (levels + 1) * body.gradient_bytes + 2 * body.carry_bytes
     starts = [-(-a // b) * body.carry_bytes for a, b in itertools.pairwise(sizes)]
-    starts.append(sizes[-1] * step.kept_bytes)
+    starts.append(sizes[-1] * step.kept_bytes + step.kept_once_bytes)
     # a step without recompute in a block keeps its slice of xs too; such a tail keeps a copy of its part of xs
     slices = sizes[-1] * body.slice_bytes if levels and not step.fields.get("is_recomputed") else 0
     tail_bytes = tail.kept_bytes + (body.slice_bytes if tail is body.plain else 0)
-    kept = starts[0] + kept_steps * tail_bytes
+    kept = starts[0] + kept_steps * tail_bytes + (tail.kept_once_bytes if kept_steps else 0)
     copies = sum(sizes[1:]) * body.slice_gradient_bytes + slices
     # gradients of parts of xs are live until they are concatenated, the larger in the place of a result of the program,
     # and each part sums those of constants by itself
@@ -323,7 +347,8 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     in_tail = kept + tail.transient_bytes + body.gradient_bytes + 2 * body.carry_bytes if kept_steps else 0
     transient = max(sum(starts) + copies + inside, in_tail) + parts + sums + ends.cotangent_bytes
     kept += hoisted
-    flops = n * (levels * body.flops + step.recompute_flops) + kept_steps * tail.recompute_flops
+    flops = n * (levels * (body.flops - body.once_flops) + step.recompute_flops) + kept_steps * tail.recompute_flops
+    flops += sum(n / size for size in sizes[1:]) * body.once_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
                 kept_saved=tail.fields.get("saved") if kept_steps else None, **step.fields)  # fmt: skip
     return LoopChoice(loop, kept, transient, flops)

@@ -9,7 +9,7 @@ a barrier stands behind each, and what reads the value reads the barrier's resul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,6 +68,22 @@ class TracedRun:
     def aliases(self) -> dict[Any, Any]:
         """For each residual among `backward_inputs`, its variable in `forward`."""
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
+    def read_with(self, saved: Collection[int]) -> frozenset[Any]:
+        """The inputs that a region which saves the values at these offsets starts from: none that it never reads."""
+        wanted = set(filter(compat.is_var, self.residuals))
+        for eqn in reversed(self.forward):
+            if self.mark_of(eqn) not in saved and not wanted.isdisjoint(eqn.outvars):
+                wanted.update(filter(compat.is_var, eqn.invars))
+        return frozenset(wanted.intersection(self.inputs))
+
+    def made_from(self, inputs: Collection[Any]) -> frozenset[Any]:
+        """These inputs, and what the forward pass makes of them."""
+        found = set(inputs)
+        for eqn in self.forward:
+            if not found.isdisjoint(filter(compat.is_var, eqn.invars)):
+                found.update(eqn.outvars)
+        return frozenset(found)
 
     def mark_of(self, eqn: Any) -> int | None:
         """The offset of the value that an equation marks, or `None`."""

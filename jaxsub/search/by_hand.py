@@ -69,7 +69,8 @@ class _Piece:
         kind: Equal for pieces that are alike.
         program: The program of the equations: the loop's body, or the whole.
         run: Its first node in that program, and the node after its last.
-        entry_bytes: What the region starts from.
+        entry_bytes: What a block starts from.
+        carries: Inputs of the loop's body that are its carry: a step starts from those that its region reads.
         times: How often it runs.
         crossing: Bytes of each value that is made before a block and read in or behind it.
     """
@@ -79,7 +80,8 @@ class _Piece:
     kind: Any
     program: Program
     run: tuple[int, int]
-    entry_bytes: int
+    entry_bytes: int = 0
+    carries: range = range(0)
     times: int = 1
     crossing: tuple[int, ...] = ()
 
@@ -88,6 +90,12 @@ class _Piece:
         graph, (start, stop) = self.program.graph, self.run
         made = (v for node in graph.nodes[start:stop] if saves(self.program.eqns[node.index]) for v in node.outputs)
         return tuple(v - graph.first_value(start) for v in made if graph.values[v].is_differentiated)
+
+    def kept_bytes(self, run: TracedRun, choice: Choice) -> int:
+        """Bytes of residuals each time that it runs."""
+        read = run.read_with(choice.saved) if self.carries else ()
+        entries = (v for v, i in zip(run.inputs, run.function.reads, strict=True) if i in self.carries and v in read)
+        return self.entry_bytes + sum(aval_bytes(v.aval) for v in entries) + choice.saved_bytes
 
 
 def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
@@ -129,8 +137,9 @@ def _loops(program: Program) -> list[_Piece]:
     for node in find_loops(program):
         eqn, body = program.eqns[node], body_program(program, node)
         n_consts, n_carry = compat.scan_sizes(eqn)
-        carry = sum(aval_bytes(atom.aval) for atom in eqn.invars[n_consts : n_consts + n_carry])
-        found.append(_Piece(node, node + 1, node, body, (0, len(body.eqns)), carry, int(eqn.params["length"])))
+        first = len(body.consts) + n_consts
+        found.append(_Piece(node, node + 1, node, body, (0, len(body.eqns)), carries=range(first, first + n_carry),
+                            times=int(eqn.params["length"])))  # fmt: skip
     return found
 
 
@@ -217,7 +226,7 @@ def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choi
 
     The peak is at the first stage where a region holds it, and at the stage behind the last region where the rest does.
     """
-    saved = sum(piece.times * (piece.entry_bytes + choice.saved_bytes) for piece, _, choice in regions)
+    saved = sum(piece.times * piece.kept_bytes(run, choice) for piece, run, choice in regions)
     needs = {piece.kind: live_ranges.backward_bytes(run, choice.saved, gpu=gpu) - choice.saved_bytes
              for piece, run, choice in {r[0].kind: r for r in regions}.values()}  # fmt: skip
     extra = sum(piece.times * choice.recompute_flops for piece, _, choice in regions)

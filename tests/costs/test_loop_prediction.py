@@ -46,7 +46,20 @@ def layers(ws, x):
     return jnp.mean(lax.scan(step, x, ws)[0] ** 2)
 
 
+def wave(speeds, x):
+    """Of two carried fields a step recomputes from one alone, and what depends on the speeds alone is no step's."""
+    damping = jnp.ones_like(x).at[:2].set(0.9)
+
+    def step(fields, _):
+        u, before = fields
+        bend = jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) - 2 * u
+        return ((2 * u - before + (0.2 * speeds) ** 2 * jnp.sin(bend)) * damping, u * damping), None
+
+    return jnp.mean(lax.scan(step, (x, x), None, length=48)[0][0] ** 2)
+
+
 PROGRAMS = {
+    "wave": (wave, (jnp.ones((64, 32)), jnp.ones((64, 32)))),
     "wide": (wide_xs_and_ys, ([jnp.ones(s) for s in ((64, 128), (16, 16), (128, 16), (128, 32))], X)),
     "recurrent": (recurrent, ([jnp.ones((64, n)) for n in (128, 128, 64, 64, 64)], X)),
     "layers": (layers, (jnp.ones((24, 64, 64)), jnp.ones((256, 64)))),
