@@ -141,7 +141,8 @@ def occupied_bytes(assignment: str, lives: str) -> int:
         lives: Its live ranges: for each value the instructions between which it lives.
     """
     spans = {name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+?)(?:\{\})?:(\d+)-(\d+)$", lives, re.M)}
-    temporary = re.findall(r"^allocation \d+: size \d+,(?: page \d+,)? preallocated-temp:\n((?: value: .*\n?)*)", assignment, re.M)
+    heading = r"^allocation \d+: size \d+,(?: page \d+,)? preallocated-temp:\n"
+    temporary = re.findall(heading + r"((?: value: .*\n?)*)", assignment, re.M)
     at: dict[int, list[tuple[int, int]]] = {}
     for n, values in enumerate(temporary):
         for name, size, offset in re.findall(r"value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)", values):

@@ -78,6 +78,8 @@ class Slices:
             of its bodies; then the one in that body, and so on. All indices are those of the innermost body.
         axis: Which dimension of which argument the axis is, in words; empty where it is not known.
         split: Over which devices the axis is split: a slice takes the same share of what each of them holds.
+        slowed_share: How much longer weights and sums of their gradients take to move, as a share of the program's
+            forward pass; 0 where it was not estimated.
     """
 
     start: int
@@ -93,6 +95,7 @@ class Slices:
     within: tuple[tuple[int, int], ...] = ()
     axis: str = ""
     split: Split = UNSPLIT
+    slowed_share: float = 0.0
 
     @property
     def parts(self) -> int:

@@ -6,12 +6,18 @@ for matrix products), and its memory traffic at the target's bandwidth. Fused eq
 nothing themselves: the equation that stores the result of the fusion reads its roots. Rates are peaks that programs do
 not reach, and kernel launches, caches and occupancy are left out, so that only ratios mean much.
 
+**Rows of a slice**: a slice reads each weight twice and its running gradient twice again, in float32: with 2-byte
+weights 12 bytes for 6 FLOPs a row. As many rows as keep the target's arithmetic busy meanwhile are needed, rounded up
+to a power of two: 1,024 on an H100 in bfloat16, and fewer on a CPU. Each slice after the first adds that time to the
+run's.
+
 **Profiled**: forward and backward pass of a stage are compiled for the device in use and timed, the median of several
 runs. The recompute of an option is the measured forward pass times its share of that pass by roofline.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -230,6 +236,24 @@ def _seconds(eqn: Any, reads: Iterable[Any], target: Target) -> float:
 
 def _bytes(v: Any) -> int:
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
+
+
+def least_rows(target: Target) -> int:
+    """Count the rows of a product below which slices cost time; see the module.
+
+    Example:
+        >>> from jaxsub.devices.targets import get_target
+        >>> least_rows(get_target("h100"))
+        1024
+    """
+    return int(2 ** math.ceil(math.log2(busy_rows(target))))
+
+
+def busy_rows(target: Target) -> float:
+    """Count the rows at which a product takes as long as to read its weights and add to their gradients."""
+    dtype = "float32" if target.platform == "cpu" else "bfloat16"
+    weight_bytes = 4 if dtype == "float32" else 2
+    return target.rate(dtype, is_matmul=True) / target.bytes_per_second * (2 * weight_bytes + 8) / 6
 
 
 def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:

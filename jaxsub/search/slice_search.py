@@ -56,7 +56,11 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     is_asked = chunks is True
     best = min(
         search.plans,
-        key=lambda plan: (round(recomputed_share(plan), 3), 0 if is_asked else _n_slices(plan), _need(plan)),
+        key=lambda plan: (
+            round(recomputed_share(plan) if is_asked else _cost(plan), 3),
+            0 if is_asked else _n_slices(plan),
+            _need(plan),
+        ),
     )
     return search.beside_plain(best)
 
@@ -78,7 +82,7 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
                 plan = _in_slices(program, runs, Budget(n_bytes), whole, True)
-                rank = (False, round(recomputed_share(plan), 3), number)
+                rank = (False, round(_cost(plan), 3), number)
             except InfeasibleBudgetError as refused:
                 plan = _in_slices(program, runs, Budget(refused.least_bytes), whole, True)
                 rank = (True, float(_need(plan)), number)
@@ -114,6 +118,7 @@ class _Search:
     whole: Whole
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
+    predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
 
     def run(self) -> None:
         """Plan what is predicted to recompute least: the program as it stands, or with a set of runs in slices."""
@@ -167,7 +172,7 @@ class _Search:
     def _may_err(self) -> bool:
         """Whether the program without slices may fit though it is predicted not to, and nothing found is better."""
         if self.plans:
-            found = min(map(recomputed_share, self.plans))
+            found = min(map(_cost, self.plans))
             return found > TUNING.little_recompute and not self._is_far() and self._least_share() < found
         return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
 
@@ -176,8 +181,8 @@ class _Search:
 
     def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
-        known = min(map(recomputed_share, self.plans), default=self._said()[0] if WHOLE in sets else math.inf)
-        most = min(map(recomputed_share, self.plans), default=math.inf) - TUNING.compile_gain
+        known = min(map(_cost, self.plans), default=self._said()[0] if WHOLE in sets else math.inf)
+        most = min(map(_cost, self.plans), default=math.inf) - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
             if not self.is_asked and ((is_slow and self.plans) or known <= _least_gain(runs)):
@@ -188,8 +193,8 @@ class _Search:
                 if not self.plans:
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
-                share = round(recomputed_share(plan) - (0.0 if runs else TUNING.compile_gain), 3)
-                if recomputed_share(plan) < most or (self.is_asked and self._spares(plan)):
+                share = round(_cost(plan) - (0.0 if runs else TUNING.compile_gain), 3)
+                if _cost(plan) < most or (self.is_asked and self._spares(plan)):
                     yield (False, is_slow, share, number), runs
 
     def _spares(self, plan: Plan) -> bool:
@@ -217,9 +222,19 @@ class _Search:
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
     def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
-        if not runs:
-            return self.whole(self.program, budget, is_trusted)
-        return _in_slices(self.program, runs, budget, self.whole, is_trusted)
+        """Plan with some runs in slices; a prediction is made once."""
+        key = runs, budget
+        found = self.predicted.get(key) if is_trusted else None
+        if found is None:
+            try:
+                found = _in_slices(self.program, runs, budget, self.whole, is_trusted)
+            except InfeasibleBudgetError as refused:
+                found = refused
+        if is_trusted:
+            self.predicted[key] = found
+        if not isinstance(found, Plan):
+            raise found
+        return found
 
     def _fewest(self, runs: Runs, plan: Plan | None = None) -> Runs:
         """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
@@ -235,7 +250,7 @@ class _Search:
             room = max(1, int(self.n_bytes / TUNING.prediction_error) + needs - _need(plan))
             while needs <= room and (fewer := tuple(map(_halved, runs))) != runs:
                 found = self._planned(fewer, Budget(room), True)
-                if round(recomputed_share(found), 3) > round(recomputed_share(plan), 3):
+                if round(_cost(found), 3) > round(_cost(plan), 3):
                     break
                 runs, before, now = fewer, now, found
                 needs = 3 * _need(now) - 2 * _need(before)
@@ -271,7 +286,16 @@ class _Search:
 def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
-    return TUNING.compile_gain * most / TUNING.region_equations
+    return TUNING.compile_gain * most / TUNING.region_equations + _slowed(runs)
+
+
+def _cost(plan: Plan) -> float:
+    """What a plan recomputes and what its slices move again, as a share of a forward pass."""
+    return recomputed_share(plan) + _slowed(plan.slices)
+
+
+def _slowed(runs: Runs) -> float:
+    return sum(run.slowed_share for run in runs)
 
 
 def _n_slices(plan: Plan) -> int:
@@ -283,7 +307,8 @@ def _halved(run: Slices) -> Slices:
     """A run in half as many slices."""
     half = run.count if run.parts > 1 and run.count % 2 else run.count // 2  # still a divisor
     count, whole = max(2, half), run.spared_bytes * run.count // (run.count - 1)
-    return replace(run, count=count, spared_bytes=whole - whole // count)
+    slowed = run.slowed_share * (count - 1) / (run.count - 1)
+    return replace(run, count=count, spared_bytes=whole - whole // count, slowed_share=slowed)
 
 
 def _need(plan: Plan) -> int:
@@ -298,6 +323,8 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     predicted to need more than predictions err by is not compiled, unless no slice can be planned for less.
     """
     n_bytes, needed = budget.n_bytes, 0
+    if not runs:
+        return whole(program, budget, is_trusted)
     if n_bytes is None or not is_whole_function(program, runs):
         return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     refusals: list[InfeasibleBudgetError] = []
@@ -313,6 +340,8 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
             refusals.append(found)
         one = program_of_slice(program, runs[0])
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
+        if is_trusted and found.least_bytes - needed >= n_bytes:  # the sums of gradients alone need more
+            break
         inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
         if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
             if inside.least_bytes >= needed:

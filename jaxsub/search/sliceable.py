@@ -14,13 +14,14 @@ from typing import Any
 
 from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
+from jaxsub.costs.roofline import least_rows
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_within, run_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import Dims, on_all_devices, origins
 from jaxsub.jaxpr.trace import Program
-from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count, least_rows
+from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count
 
 
 @dataclass(frozen=True, slots=True)

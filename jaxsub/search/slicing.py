@@ -4,11 +4,8 @@ Around each of the widest values, of the program and of the bodies of its loops 
 from where little is alive in front of its producer to where little is alive behind its last use, to the end of the
 program if that is the loss. Of all axes that are independent through the run the one that most of what it makes carries
 is taken. The number of slices is the least power of two that leaves the run a small share of
-the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxpr.product_rows`).
-
-**Rows.** A slice reads each weight twice and its running gradient twice again, in float32: with 2-byte weights 12
-bytes for 6 FLOPs a row. As many rows as keep the target's arithmetic busy meanwhile are needed, rounded up to a power
-of two: 1,024 on an H100 in bfloat16, and fewer on a CPU.
+the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxpr.product_rows`,
+`jaxsub.costs.roofline`).
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
+from jaxsub.costs.roofline import busy_rows, least_rows
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
@@ -41,6 +39,10 @@ from jaxsub.partition.traced_run import TracedRun, trace_run
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
+
+
+PASSES = 3
+"""Forward passes that a gradient takes: a backward pass is two."""
 
 
 class ChunksError(JaxsubError, ValueError):
@@ -81,27 +83,15 @@ class Found:
     weight: float = 1.0
     split: Split = UNSPLIT
 
-    def slices(self, program: Program, count: int) -> Slices:
-        """The run in slices, in a program."""
-        spared = self.carried_bytes - self.carried_bytes // count
+    def slices(self, program: Program, count: int, busy_rows: float = 0.0) -> Slices:
+        """The run in slices, in a program, for a target that is busy with weights as long as with so many rows."""
+        spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
         again = 0.0 if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
-        share = again / max(sum(node.flops for node in program.graph.nodes), 1.0)
-        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared, share,
-                      within=self.within, split=self.split)  # fmt: skip
-
-
-def least_rows(target: Target) -> int:
-    """Rows of a product below which slices cost time; see the module.
-
-    Example:
-        >>> from jaxsub.devices.targets import get_target
-        >>> least_rows(get_target("h100"))
-        1024
-    """
-    dtype = "float32" if target.platform == "cpu" else "bfloat16"
-    weight_bytes = 4 if dtype == "float32" else 2
-    rows = target.rate(dtype, is_matmul=True) / target.bytes_per_second * (2 * weight_bytes + 8) / 6
-    return int(2 ** math.ceil(math.log2(rows)))
+        whole = again if self.within else sum(node.flops for node in nodes[self.start : self.stop])
+        slowed = (count - 1) * busy_rows / max(self.rows // self.split.parts, 1) * PASSES * whole
+        flops = max(sum(node.flops for node in nodes), 1.0)
+        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
+                      again / flops, within=self.within, split=self.split, slowed_share=slowed / flops)  # fmt: skip
 
 
 def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple[Slices, ...]]:
@@ -116,7 +106,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
         n_bytes: The budget, of one device.
     """
     n_bytes = on_all_devices(program, n_bytes)
-    least = least_rows(target)
+    least, busy = least_rows(target), busy_rows(target)
     batch = batch_run(program)
     whole = [batch] if isinstance(batch, Found) else []
     found, _ = everywhere(program, n_bytes, least)
@@ -126,7 +116,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     for is_least in (False, True):
         for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
             counts = [_count(run, 1 if is_least else n_bytes, least) for run in runs]
-            chosen = [run.slices(program, count) for run, count in zip(runs, counts, strict=True) if count > 1]
+            chosen = [run.slices(program, n, busy) for run, n in zip(runs, counts, strict=True) if n > 1]
             told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
     yield from (runs for runs in told if runs)
 

@@ -10,13 +10,14 @@ from layers import tanh_layers
 import jaxsub
 from jaxsub.core.decisions import Slices
 from jaxsub.core.plan import Plan
+from jaxsub.costs.roofline import busy_rows, least_rows
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
 from jaxsub.search.slice_search import _least_gain
-from jaxsub.search.slicing import ChunksError, candidates, everywhere, least_rows
+from jaxsub.search.slicing import ChunksError, candidates, everywhere
 
 ROWS, WIDTH, CLASSES = 512, 32, 8192
 RNG = np.random.default_rng(0)
@@ -327,6 +328,20 @@ def test_rows_of_a_slice_by_target():
     """As many rows as keep a device's arithmetic busy: 1,024 on an H100."""
     assert least_rows(get_target("h100")) == 1024
     assert least_rows(get_target(None)) <= 64
+
+
+def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
+    """Half the batch at a time reads all weights twice: of few rows on a GPU that takes longer than to recompute."""
+    weights, shares = [jax.ShapeDtypeStruct((128, 128), "bfloat16")] * 16, {}
+    for rows, budget in ((2048, 0.6), (8192, 0.3)):
+        args = weights, jax.ShapeDtypeStruct((rows, 128), "bfloat16")
+        program = trace(tanh_layers, args, {}, argnums=0)
+        (whole,) = next(runs for runs in candidates(program, get_target("h100"), 2**16) if runs[0].start == 0)
+        shares[rows] = whole.slowed_share / (whole.count - 1)
+        plan = jaxsub.plan(tanh_layers, *args, budget=budget, target="h100", verify=False, progress=False)
+        assert bool(plan.slices) == (rows > 2048)
+    assert shares[2048] == pytest.approx(3 * busy_rows(get_target("h100")) / 2048, rel=0.05)
+    assert shares[2048] == pytest.approx(4 * shares[8192], rel=0.05)
 
 
 def test_axes_are_followed_from_the_wide_value(monkeypatch):
