@@ -33,6 +33,7 @@ from jaxsub.jaxpr.axes import Axis
 from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.flops import primitives_in
+from jaxsub.jaxpr.linearity import is_linear
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -125,12 +126,13 @@ class _Slices:
     def has_loss(self) -> bool:
         """Whether there is a scalar sum to make the gradient of in the forward pass.
 
-        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose.
+        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose. Nor with a
+        backward pass of the user's own that does not scale with its cotangent, such as one that clips it.
         """
         eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
         has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
                       for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
-        return has_sum and not any("cond" in primitives_in(eqn) for eqn in eqns)
+        return has_sum and not any("cond" in primitives_in(eqn) for eqn in eqns) and _scales(self.axis.steps)
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
@@ -235,6 +237,19 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 
     call.defjvp(rule, symbolic_zeros=True)
     return call
+
+
+def _scales(steps: Sequence[Step]) -> bool:
+    """Whether the gradient scales with its cotangent: of all rules of the user's own, whatever holds them."""
+    for step in steps:
+        if not all(_scales(body.steps) for body in step.bodies):
+            return False
+        if step.eqn is not None and step.eqn.primitive.name == "custom_vjp_call":
+            backward = step.rule()[1].jaxpr
+            n_kept = len(backward.invars) - sum(map(is_inexact, step.eqn.outvars))
+            if not is_linear(backward, [i >= n_kept for i in range(len(backward.invars))]):
+                return False
+    return True
 
 
 def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:

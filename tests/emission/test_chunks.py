@@ -1,5 +1,6 @@
 """Runs in slices: derivatives, memory and FLOPs, sums and their precision, names and lines."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,36 @@ def test_the_gradient_of_a_loss_is_made_in_the_forward_pass():
     _, chunked = along(head, *args, seed=1)
     assert temp_bytes(loss_of(chunked(16)), *args) < temp_bytes(loss_of(head), *args) / 8
     assert products_of(loss_of(chunked(16)), *args) == products_of(loss_of(head), *args)
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The same, its cotangent clipped."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+
+@jax.custom_vjp
+def regularised(x):
+    """The same, with a penalty on its size in the backward pass only."""
+    return x
+
+
+regularised.defvjp(lambda x: (x, x), lambda x, ct: (ct + 1e-2 * x,))
+
+
+@pytest.mark.parametrize("rule", [clipped, regularised])
+@pytest.mark.parametrize("place", ["in the open", "in a region", "in a scan"])
+def test_rules_that_do_not_scale_with_the_cotangent(rule, place):
+    """A backward pass that clips its cotangent, or adds to it, gets the one it gets without slices."""
+    scanned = lambda x: jax.lax.scan(lambda c, _: (rule(jnp.sin(c)), None), x, None, length=2)[0]  # noqa: E731
+    run = {"in the open": rule, "in a region": jax.checkpoint(rule), "in a scan": scanned}[place]
+    loss = lambda w, x: (run(x @ w) ** 2).mean()  # noqa: E731
+    _, chunked = along(loss, W, X, seed=1)
+    got, wanted = (jax.grad(f, (0, 1))(W, X) for f in (chunked(5), loss))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_other_runs_recompute_each_slice():
