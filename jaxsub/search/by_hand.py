@@ -12,6 +12,7 @@ fewest bytes cross. A program without repetition is cut where few bytes cross (`
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,15 +25,17 @@ import numpy as np
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Prediction
-from jaxsub.core.decisions import Loop, Segment
+from jaxsub.core.decisions import Inside, Loop, Segment
 from jaxsub.core.graph import Graph
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges
 from jaxsub.devices.targets import Target
+from jaxsub.emission.emit import emit
 from jaxsub.emission.scans import body_program
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.trace import Program, aval_bytes, program_of
 from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import Choice, choice_of, choices, finer
@@ -102,7 +105,7 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
     """The plans that people write by hand for a program, one a policy, the one that recomputes least first.
 
     There are none where there is neither a loop nor a block. Of two policies that save the same there is one plan,
-    named after the first.
+    named after the first. Of loops in loops there is one more, that recomputes each step at every depth.
     """
     is_loops, pieces = bool(find_loops(program)), tuple(_loops(program) or _blocks(program))
     if not pieces or len(program.eqns) > TUNING.long_equations:
@@ -128,6 +131,10 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
             program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}", prediction=predicted
         )
         found.setdefault(ways, plan.replace(**{"loops" if is_loops else "segments": ways}))
+    if is_loops and any(find_loops(piece.program) for piece in pieces):
+        with contextlib.suppress(NoBackwardPass):
+            nested = _at_every_depth(program, pieces, head, gpu)
+            found.setdefault(nested.loops, nested)
     return sorted(found.values(), key=lambda plan: plan.prediction.extra_flops if plan.prediction else 0.0)
 
 
@@ -141,6 +148,32 @@ def _loops(program: Program) -> list[_Piece]:
         found.append(_Piece(node, node + 1, node, body, (0, len(body.eqns)), carries=range(first, first + n_carry),
                             times=int(eqn.params["length"])))  # fmt: skip
     return found
+
+
+def _at_every_depth(program: Program, pieces: Sequence[_Piece], head_bytes: int, gpu: Target | None) -> Plan:
+    """Recompute the steps of every loop, and of the loops inside them."""
+    regions = []
+    for piece in pieces:
+        ways = _every_step(piece.program)
+        inner = Plan(piece.program.fingerprint, Budget(), len(piece.program.eqns), loops=ways)
+        closed = jax.make_jaxpr(emit(piece.program, inner))(*piece.program.avals())
+        eqns, invars, outvars, consts = flatten_jaxpr(closed)
+        names, positions = ["const"] * len(invars), {len(consts) + i for i in piece.program.differentiated}
+        body = piece.program.part(program_of(eqns, invars, outvars, consts, positions, None, None, names, closed))
+        run = trace_run(body, 0, len(body.eqns))
+        again = choice_of(run, ())
+        inside = sum(piece.program.graph.nodes[way.node].flops for way in ways)
+        regions.append((piece, run, replace(again, recompute_flops=again.recompute_flops + inside)))
+    loops = tuple(Loop(piece.node, is_recomputed=True, inside=Inside(ways=_every_step(piece.program)))
+                  for piece in pieces)  # fmt: skip
+    return Plan(program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: full at every depth",
+                prediction=_predicted(program, regions, head_bytes, gpu), loops=loops)  # fmt: skip
+
+
+def _every_step(program: Program) -> tuple[Loop, ...]:
+    """Recompute each step of a program's loops, and of the loops inside them."""
+    return tuple(Loop(node, is_recomputed=True, inside=Inside(ways=_every_step(body_program(program, node))))
+                 for node in find_loops(program))  # fmt: skip
 
 
 def _blocks(program: Program) -> list[_Piece]:

@@ -222,3 +222,30 @@ def test_work_without_a_gradient_hides_no_blocks():
 
     program = trace(beside_a_rollout, ([jnp.eye(16)] * 6, jnp.ones((8, 16))), {})
     assert [stop - start for start, stop in blocks_of(program.graph)][-6:] == [6] * 6
+
+
+def recurrent_layers(region):
+    """Layers in a scan, each a recurrence over time in a scan; `region` goes round the body of either."""
+
+    def step(carry, x):
+        decayed, most = carry
+        new = jnp.maximum(most, x)
+        kept, added = jnp.exp(most - new), jnp.exp(x - new)
+        return (kept * decayed + added * x, new), jnp.tanh(kept * decayed + added)
+
+    def layer(x, w):
+        start = jnp.zeros(x.shape[1:])
+        return x + jax.lax.scan(region(step), (start, start - 1e3), jnp.sin(x @ w))[1], None
+
+    return lambda ws, x: (jax.lax.scan(region(layer), x, ws)[0] ** 2).mean()
+
+
+def test_loops_in_loops_recomputed_at_every_depth_are_met():
+    """`jax.checkpoint` round each layer and round each of its steps is met, where blocks of steps take more."""
+    args = jnp.ones((4, 32, 32)), jnp.ones((64, 16, 32))
+    plain, by_hand = recurrent_layers(lambda f: f), recurrent_layers(jax.checkpoint)
+    budget = int(jaxsub.measure(by_hand, *args).temp_bytes * 1.001)
+    plan = jaxsub.plan(plain, *args, budget=budget, cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= budget
+    flops = [jaxpr_flops(jax.make_jaxpr(jax.grad(f))(*args)) for f in (jaxsub.sublinear(plain, plan=plan), by_hand)]
+    assert flops[0].arithmetic_flops <= 1.005 * flops[1].arithmetic_flops
