@@ -135,6 +135,13 @@ def sublinear(
         return functools.partial(
             sublinear, wrt=wrt, static_argnums=static_argnums, static_argnames=static_argnames, **options
         )
+    given = options.get("argnums")
+    for state in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(state, nnx.DiffState):
+            raise TypeError(
+                f"argnums takes no nnx.DiffState here: pass wrt={getattr(state.filter, '__name__', state.filter)} to "
+                "jaxsub.flax.nnx.sublinear, and the nnx.DiffState to nnx.grad or nnx.value_and_grad alone."
+            )
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     return _Sublinear(loss, wrt, numbers, names, options)

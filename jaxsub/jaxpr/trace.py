@@ -167,7 +167,7 @@ def trace(
         in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
         return fun(*in_args, **in_kwargs)
 
-    with _saying_what_cudnn_needs():
+    with _saying_what_cudnn_needs(), _saying_what_is_static(paths):
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
@@ -194,6 +194,21 @@ def _saying_what_cudnn_needs() -> Iterator[None]:
             f'{error} JAX needs its version to trace implementation="cudnn"; no GPU is needed for that. Run '
             'pip install "jaxsub[targets-cudnn]", or pass implementation="xla".'
         ) from error
+
+
+@contextlib.contextmanager
+def _saying_what_is_static(paths: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Name the arguments that are Python numbers where the function's control flow needs a value."""
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        numbers = [f"`{_path_name(path)}` ({leaf!r})" for path, leaf in paths if isinstance(leaf, (bool, int))]
+        if numbers:
+            error.add_note(
+                f"jaxsub: every argument is traced, Python numbers too: {', '.join(numbers)}. Name those that decide "
+                "what the function does in static_argnums= or static_argnames=."
+            )
+        raise
 
 
 def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],

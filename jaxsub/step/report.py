@@ -188,8 +188,9 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument], unknown: 
     holders = [_row(h.n_bytes, needed, f"{h.name}: {h.n_arrays} arrays, the largest {h.largest}") for h in held[:ROWS]]
     if own:
         holders.append(_row(own, needed, "outputs that are in no donated argument's memory"))
-    holders.append(_row(measured.temp_bytes, needed, "temporary, of which are expected at the peak:"))
-    holders += [f"    {line}" for line in _temporary_lines(least)]
+    lines = [f"    {line}" for line in _temporary_lines(least)]
+    words = "temporary, of which are expected at the peak:" if lines else "temporary"
+    holders += [_row(measured.temp_bytes, needed, words), *lines]
     state = sum(h.state_bytes for h in held)
     wrap = "" if least.trial.sites else (
         " No jaxsub.sublinear function stands inside the step, so nothing can be recomputed: wrap the loss, "

@@ -198,3 +198,16 @@ def test_a_result_that_is_no_loss_is_said():
     assert told in plan.to_html()
     assert told not in str(make(layers).plan(W, X))
     assert "nothing to differentiate" in " ".join(str(make(lambda n: n * 2).plan(3)).split())
+
+
+@pytest.mark.parametrize("value", [True, 3])
+def test_a_number_that_control_flow_needs_is_named(value):
+    """Where the function branches on an argument, or counts to it, a note names it and says what to do."""
+
+    def loss(w, x, n):
+        return layers(w, x, len(range(n)) if n is not True and n else 1)
+
+    with pytest.raises(TypeError) as caught:
+        make(loss)(W, X, value)
+    assert any(f"`arg2` ({value!r}). Name" in note and "static_argnums=" in note for note in caught.value.__notes__)
+    assert np.isfinite(make(loss, static_argnums=2)(W, X, value))

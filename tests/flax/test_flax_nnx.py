@@ -333,3 +333,9 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
     assert again.plan(Net(), X) == plan
     with pytest.raises(PlanMismatchError):
         again(Net(), X[:8])
+
+
+def test_a_state_to_differentiate_is_given_as_wrt():
+    """`nnx.DiffState` belongs to `nnx.grad`; the message names the option that says the same here."""
+    with pytest.raises(TypeError, match=r"pass wrt=LoRAParam to jaxsub\.flax\.nnx\.sublinear"):
+        jaxsub_nnx.sublinear(lambda model: model, argnums=nnx.DiffState(0, nnx.LoRAParam))

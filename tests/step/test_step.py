@@ -446,3 +446,14 @@ def test_a_batch_that_cannot_be_found_says_why():
         jaxsub.max_batch(step_for_batch, memory="1GiB", multiple_of=0)
     with pytest.raises(jaxsub.InfeasibleBudgetError, match="wrap the loss"):
         jaxsub.max_batch(step_for_batch, memory="10KiB", progress=False)
+
+
+def test_a_step_without_a_planned_loss_says_so():
+    """Its refusal lists no values that nothing is known of, and `max_batch` says why it finds no larger batch."""
+    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    with pytest.raises(jaxsub.InfeasibleBudgetError) as caught:
+        quiet(step, memory="1KiB").report(jnp.ones((8, 8)), jnp.ones((64, 8)))
+    assert "No jaxsub.sublinear function stands inside the step" in str(caught.value)
+    assert "expected at the peak" not in str(caught.value)
+    found = jaxsub.max_batch(lambda n: (step, (jnp.ones((8, 8)), jnp.ones((n, 8)))), memory="64KiB", progress=False)
+    assert "no jaxsub.sublinear function stands inside the step" in str(found)
