@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, code_digest, key_of
@@ -27,6 +28,7 @@ from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.differences import equation_digests
+from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.shardings import constrain, placed
 from jaxsub.jaxpr.trace import Program, in_its_width
@@ -70,7 +72,10 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
 @in_its_width
 def measured(program: Program, flat: Callable[..., Sequence[Any]], target: Target) -> Measurement:
     """What the compiler allocates for the gradient of a program, given as a function of its flat inputs."""
-    return measure_compiled(*gradient(program, flat), target)
+    function, args = gradient(program, flat)
+    if any("check" in primitives_in(eqn) for eqn in program.eqns):  # as the user's call has them: else none compiles
+        function = checkify.checkify(function)
+    return measure_compiled(function, args, target)
 
 
 def has_gradient(program: Program) -> bool:

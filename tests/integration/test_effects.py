@@ -163,6 +163,24 @@ def test_checkify():
     assert "too large" in jax.jit(checkify.checkify(predicted(f)))(W + 5)[0].get()
 
 
+def test_checkify_under_a_budget():
+    """A plan for a function with checks is compiled with its checks as results, and its budget kept."""
+
+    def f(w, x):
+        for _ in range(16):
+            x = jnp.tanh(x @ w)
+        checkify.check(jnp.all(x < 2), "too large")
+        return jnp.sum(x)
+
+    x = jnp.ones((2048, 4))
+    small = jaxsub.sublinear(f, budget=0.6, cache=False, progress=False)
+    error, gradient = jax.jit(checkify.checkify(jax.grad(small)))(W, x)
+    assert error.get() is None
+    same(gradient, checkify.checkify(jax.grad(f))(W, x)[1])
+    plan = small.plan(W, x)
+    assert plan.measurement.temp_bytes <= 0.6 * plan.plain_measurement.temp_bytes
+
+
 def test_references_as_arguments():
     """A reference that comes in is written as often as before."""
 
