@@ -126,8 +126,9 @@ class _Slices:
     def has_loss(self) -> bool:
         """Whether there is a scalar sum to make the gradient of in the forward pass.
 
-        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose. Nor with a
-        backward pass of the user's own that does not scale with its cotangent, such as one that clips it.
+        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose. Nor where the
+        gradient does not scale with its cotangent: with a backward pass of the user's own, such as one that clips it,
+        or with floats of so few exponents (float16, float8) that they overflow or vanish for one and not the other.
         """
         eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
         has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
@@ -240,8 +241,11 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 
 
 def _scales(steps: Sequence[Step]) -> bool:
-    """Whether the gradient scales with its cotangent: of all rules of the user's own, whatever holds them."""
+    """Whether the gradient scales with its cotangent: the types of values and the user's own rules allow it."""
+    least = jnp.finfo(jnp.float32).maxexp
     for step in steps:
+        if any(is_inexact(v) and jnp.finfo(v.aval.dtype).maxexp < least for v in step.writes):
+            return False
         if not all(_scales(body.steps) for body in step.bodies):
             return False
         if step.eqn is not None and step.eqn.primitive.name == "custom_vjp_call":

@@ -127,6 +127,15 @@ def test_rules_that_do_not_scale_with_the_cotangent(rule, place):
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_floats_of_few_exponents(dtype):
+    """Cotangents that vanish in a narrow type, or overflow there, do so in slices too."""
+    loss = lambda w, x: 1e-6 * ((x @ w).astype(dtype).astype("float32") ** 2).sum()  # noqa: E731
+    _, chunked = along(loss, W, 100 * X, seed=1)
+    got, wanted = (jax.grad(f, (0, 1))(W, 100 * X) for f in (chunked(5), loss))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-2, atol=1e-9)
+
+
 def test_other_runs_recompute_each_slice():
     """An MLP in slices is a scan of checkpointed slices: its gradient needs a fraction, for one more forward pass."""
 
