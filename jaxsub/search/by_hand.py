@@ -26,6 +26,7 @@ import numpy as np
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Inside, Loop, Segment
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.graph import Graph
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -135,7 +136,8 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
         with contextlib.suppress(NoBackwardPass):
             nested = _at_every_depth(program, pieces, head, gpu)
             found.setdefault(nested.loops, nested)
-    return sorted(found.values(), key=lambda plan: plan.prediction.extra_flops if plan.prediction else 0.0)
+    # of those that recompute the same, up to elementwise work, what needs least
+    return sorted(found.values(), key=lambda plan: (round(recomputed_share(plan), 3), predicted_bytes(plan)))
 
 
 def _loops(program: Program) -> list[_Piece]:
