@@ -124,16 +124,10 @@ class _Slices:
         return [self.axis.places[v] for v in self.wanted]
 
     def has_loss(self) -> bool:
-        """Whether there is a scalar sum to make the gradient of in the forward pass.
-
-        With a conditional in it there is not: of a rule under `vmap` that holds one JAX has no transpose. Nor where the
-        gradient does not scale with its cotangent: with a backward pass of the user's own, such as one that clips it,
-        or with floats of so few exponents (float16, float8) that they overflow or vanish for one and not the other.
-        """
-        eqns = [step.eqn for step in self.axis.steps if step.eqn is not None]
+        """Whether there is a scalar sum to make the gradient of in the forward pass."""
         has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
                       for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
-        return has_sum and not any("cond" in primitives_in(eqn) for eqn in eqns) and _scales(self.axis.steps)
+        return has_sum and scales(self.axis.steps)
 
     def one(self, start: Any, size: int, parts: Values, wholes: Values) -> Values:
         """One slice's results."""
@@ -240,13 +234,20 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
     return call
 
 
-def _scales(steps: Sequence[Step]) -> bool:
-    """Whether the gradient scales with its cotangent: the types of values and the user's own rules allow it."""
+def scales(steps: Sequence[Step]) -> bool:
+    """Whether the gradient of a sum may be made in the forward pass, for the cotangent 1, and scaled afterwards.
+
+    With a conditional in it it may not: of a rule under `vmap` that holds one JAX has no transpose. Nor where it does
+    not scale with its cotangent: with a backward pass of the user's own, such as one that clips it, or with floats of
+    so few exponents (float16, float8) that they overflow or vanish for one and not the other.
+    """
+    if any("cond" in primitives_in(step.eqn) for step in steps if step.eqn is not None):
+        return False
     least = jnp.finfo(jnp.float32).maxexp
     for step in steps:
         if any(is_inexact(v) and jnp.finfo(v.aval.dtype).maxexp < least for v in step.writes):
             return False
-        if not all(_scales(body.steps) for body in step.bodies):
+        if not all(scales(body.steps) for body in step.bodies):
             return False
         if step.eqn is not None and step.eqn.primitive.name == "custom_vjp_call":
             backward = step.rule()[1].jaxpr

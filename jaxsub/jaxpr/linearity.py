@@ -28,6 +28,9 @@ SUMS = frozenset("add add_any sub concatenate pad stack dynamic_update_slice sca
 PRODUCTS = frozenset("mul dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 """Linear in each operand alone."""
 
+ATTENTION = "dot_product_attention_bwd_wrapper"
+"""The backward pass of cuDNN's attention: linear in its last operand."""
+
 
 class Mark(enum.Enum):
     """How a value depends on the inputs in question."""
@@ -98,6 +101,8 @@ def _is_linear_here(name: str, ins: Sequence[Mark], is_inexact: Sequence[bool]) 
     """Whether an equation is linear in the operands that are."""
     if name in MOVES or name == "div":
         return Mark.LINEAR not in ins[1:]
+    if name == ATTENTION:
+        return Mark.LINEAR not in ins[:-1]
     if name in PRODUCTS:
         return list(ins).count(Mark.LINEAR) == 1
     if name == "select_n":

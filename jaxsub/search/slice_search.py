@@ -328,6 +328,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     if n_bytes is None or not is_whole_function(program, runs):
         return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     refusals: list[InfeasibleBudgetError] = []
+    again = runs[0].extra_share  # of a gradient that is not made in the forward pass
     for _ in range(TUNING.slice_corrections):
         folded = with_slices(program, runs)
         found = _plan_or_refusal(whole, folded, budget, True)
@@ -348,7 +349,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
                 break
             inside = whole(one, Budget(inside.least_bytes), True)
         planned = Inside(inside.segments, inside.barriers, inside.loops)
-        runs, needed = (replace(runs[0], inside=planned, extra_share=recomputed_share(inside)),), _need(inside)
+        runs, needed = (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),), _need(inside)
     if not refusals:
         return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     raise min(refusals, key=lambda refused: refused.least_bytes)

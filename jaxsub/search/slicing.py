@@ -26,6 +26,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.costs.roofline import busy_rows, least_rows
 from jaxsub.devices.targets import Target
+from jaxsub.emission.chunks import scales
 from jaxsub.emission.folding import bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
@@ -63,7 +64,7 @@ class Found:
         rows: Rows of its products along the axis.
         run: The run, in the program that contains it.
         label: What it is called.
-        is_head: Whether it ends the program in a loss: then no slice is recomputed.
+        is_head: Whether it ends the program in a loss: then no slice is recomputed, if its gradient scales.
         within: In which bodies of loops and conditionals it stands.
         weight: How often it runs.
         split: Over which devices the axis is split.
@@ -86,8 +87,13 @@ class Found:
     def slices(self, program: Program, count: int, busy_rows: float = 0.0) -> Slices:
         """The run in slices, in a program, for a target that is busy with weights as long as with so many rows."""
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
-        again = 0.0 if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
-        whole = again if self.within else sum(node.flops for node in nodes[self.start : self.stop])
+        whole = sum(node.flops for node in nodes[self.start : self.stop])
+        again = whole
+        if not self.is_head:
+            again = self.weight * choice_of(self.run(), ()).recompute_flops
+        elif scales(self.axis.steps):
+            again = 0.0
+        whole = again if self.within else whole
         slowed = (count - 1) * busy_rows / max(self.rows // self.split.parts, 1) * PASSES * whole
         flops = max(sum(node.flops for node in nodes), 1.0)
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
@@ -106,7 +112,8 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
         n_bytes: The budget, of one device.
     """
     n_bytes = on_all_devices(program, n_bytes)
-    least, busy = least_rows(target), busy_rows(target)
+    least = least_rows(target)
+    busy = 0.0 if target.platform == "cpu" else busy_rows(target)  # a CPU's slices stay in its cache
     batch = batch_run(program)
     whole = [batch] if isinstance(batch, Found) else []
     found, _ = everywhere(program, n_bytes, least)

@@ -2,11 +2,12 @@
 
 import chex
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxsub.jaxpr.linearity import is_linear
+from jaxsub.jaxpr.linearity import ATTENTION, is_linear
 
 X = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
@@ -62,3 +63,11 @@ def test_what_is_called_linear_scales(name):
     chex.assert_trees_all_close(
         LINEAR[name](X, 2 * X), jax.tree.map(lambda y: 2 * y, LINEAR[name](X, X)), rtol=1e-4, atol=1e-5
     )
+
+
+def test_the_backward_pass_of_cudnn_attention_is_linear():
+    """A kernel that no equations describe: in the cotangent of its result, its last operand, and in no other."""
+    kernel = jax.extend.core.Primitive(ATTENTION)
+    kernel.def_abstract_eval(lambda *avals: avals[0])
+    for rule, is_so in ((lambda x, ct: kernel.bind(x, x, ct), True), (lambda x, ct: kernel.bind(ct, x, ct), False)):
+        assert is_linear(jax.make_jaxpr(rule)(X, X), (False, True)) is is_so

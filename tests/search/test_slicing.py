@@ -368,3 +368,17 @@ def test_the_longer_a_run_the_more_it_must_spare(equations, known, is_worth):
     """The gradients of a run in slices are traced only where enough recomputation is left to be spared."""
     assert (known > _least_gain((Slices(0, equations, 0, 0, 2),))) == is_worth
     assert _least_gain(()) == 0.0
+
+
+def test_a_gradient_that_does_not_scale_is_paid_for():
+    """Behind a rule that clips, a slice's gradient cannot be made in the forward pass: all of that is run again."""
+    clipped = jax.custom_vjp(lambda x: x)
+    clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+    weights, x = [jnp.eye(64) * 0.9] * 8, jnp.ones((4096, 64))
+    for rule, share in ((lambda x: x, 0.0), (clipped, 1.0)):
+        loss = lambda ws, x, rule=rule: tanh_layers(ws, rule(x))  # noqa: E731
+        (run,) = jaxsub.plan(loss, weights, x, chunks={0: 4}, verify=False, progress=False).slices
+        assert run.extra_share == pytest.approx(share, abs=0.01)
+        program = trace(loss, (weights, x), {}, argnums=0)
+        (found,) = next(runs for runs in candidates(program, get_target("cpu"), 2**16) if runs[0].start == 0)
+        assert found.extra_share == pytest.approx(share, abs=0.01)
