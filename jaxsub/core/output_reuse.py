@@ -13,6 +13,7 @@ once. Transient values of a backward pass may use such buffers too; they are lef
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,6 @@ from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.graph import Graph, Value
-
-CONVERSIONS = frozenset("convert_element_type reshape transpose squeeze expand_dims copy name".split())
-"""Primitives that make of a weight what a product reads; their gradient is written where the product's is."""
 
 Piece = tuple[int, int, int, bool]
 """Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
@@ -92,14 +90,15 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
 
 
 def _weight(graph: Graph, value: int, reader: int) -> Value | None:
-    """The differentiated input that a node is the last to read, converted or reshaped perhaps."""
+    """The differentiated input that a node is the last to read, converted, reshaped or transposed perhaps."""
     found = graph.values[value]
-    if not found.consumers or found.consumers[-1] != reader:
+    if value not in graph.weights() or found.consumers[-1] != reader:
         return None
     if found.producer is None:
-        return found if found.is_differentiated else None
-    node = graph.nodes[found.producer]
-    return _weight(graph, node.inputs[0], node.index) if node.primitive in CONVERSIONS and node.inputs else None
+        return found
+    (given,) = set(graph.nodes[found.producer].inputs)
+    is_whole = math.prod(found.shape) == math.prod(graph.values[given].shape)
+    return _weight(graph, given, found.producer) if is_whole else None
 
 
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:

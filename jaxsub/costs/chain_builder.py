@@ -43,7 +43,7 @@ Traced = tuple[TracedRun, tuple[Choice, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What runs of a kind were found to need, for one target, in whatever program they are."""
+    """Costs of runs by their kind, for one target; programs with equal runs share them."""
 
     traced: dict[Kind, Traced | None] = field(default_factory=dict)
     known: dict[tuple[str, Kind, tuple[int, ...], bool], int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Pricer:
         share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
-        prices: What is known of runs already, of other programs with such runs perhaps.
+        prices: Costs that are known already, from other programs with equal runs perhaps.
     """
 
     program: Program

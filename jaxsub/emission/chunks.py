@@ -237,9 +237,9 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 def scales(steps: Sequence[Step]) -> bool:
     """Whether the gradient of a sum may be made in the forward pass, for the cotangent 1, and scaled afterwards.
 
-    With a conditional in it it may not: of a rule under `vmap` that holds one JAX has no transpose. Nor where it does
-    not scale with its cotangent: with a backward pass of the user's own, such as one that clips it, or with floats of
-    so few exponents (float16, float8) that they overflow or vanish for one and not the other.
+    Not with a conditional: JAX cannot transpose a rule under `vmap` that holds one. Nor where the gradient does not
+    scale with its cotangent: in a `custom_vjp` whose backward pass clips it, say, or in floats of so small a range
+    (float16, float8) that they overflow or vanish for one cotangent and not for another.
     """
     if any("cond" in primitives_in(step.eqn) for step in steps if step.eqn is not None):
         return False

@@ -70,7 +70,7 @@ class TracedRun:
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
 
     def read_with(self, saved: Collection[int]) -> frozenset[Any]:
-        """The inputs that a region which saves the values at these offsets starts from: none that it never reads."""
+        """The inputs that the backward pass of a region reads if it saves the values at these offsets."""
         wanted = set(filter(compat.is_var, self.residuals))
         for eqn in reversed(self.forward):
             if self.mark_of(eqn) not in saved and not wanted.isdisjoint(eqn.outvars):

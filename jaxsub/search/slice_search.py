@@ -223,15 +223,15 @@ class _Search:
 
     def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
         """Plan with some runs in slices; a prediction is made once."""
+        if not is_trusted:
+            return _in_slices(self.program, runs, budget, self.whole, is_trusted)
         key = runs, budget
-        found = self.predicted.get(key) if is_trusted else None
-        if found is None:
+        if key not in self.predicted:
             try:
-                found = _in_slices(self.program, runs, budget, self.whole, is_trusted)
+                self.predicted[key] = _in_slices(self.program, runs, budget, self.whole, is_trusted)
             except InfeasibleBudgetError as refused:
-                found = refused
-        if is_trusted:
-            self.predicted[key] = found
+                self.predicted[key] = refused
+        found = self.predicted[key]
         if not isinstance(found, Plan):
             raise found
         return found

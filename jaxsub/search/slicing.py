@@ -41,7 +41,6 @@ from jaxsub.partition.traced_run import TracedRun, trace_run
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
 
-
 PASSES = 3
 """Forward passes that a gradient takes: a backward pass is two."""
 
@@ -85,19 +84,17 @@ class Found:
     split: Split = UNSPLIT
 
     def slices(self, program: Program, count: int, busy_rows: float = 0.0) -> Slices:
-        """The run in slices, in a program, for a target that is busy with weights as long as with so many rows."""
+        """The run in slices; `busy_rows` (`jaxsub.costs.roofline`) are the target's, 0 where slices lose no time."""
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
-        whole = sum(node.flops for node in nodes[self.start : self.stop])
-        again = whole
-        if not self.is_head:
+        every, own = (sum(node.flops for node in part) for part in (nodes, nodes[self.start : self.stop]))
+        if self.is_head:
+            again = 0.0 if scales(self.axis.steps) else own
+        else:
             again = self.weight * choice_of(self.run(), ()).recompute_flops
-        elif scales(self.axis.steps):
-            again = 0.0
-        whole = again if self.within else whole
-        slowed = (count - 1) * busy_rows / max(self.rows // self.split.parts, 1) * PASSES * whole
-        flops = max(sum(node.flops for node in nodes), 1.0)
+        once = PASSES * (again if self.within else own) * busy_rows / max(self.rows // self.split.parts, 1)
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
-                      again / flops, within=self.within, split=self.split, slowed_share=slowed / flops)  # fmt: skip
+                      again / max(every, 1.0), within=self.within, split=self.split,
+                      slowed_share=(count - 1) * once / max(every, 1.0))  # fmt: skip
 
 
 def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple[Slices, ...]]:
