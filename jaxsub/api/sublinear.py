@@ -26,6 +26,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, read_argnums, refuse_collisions, trace_call
+from jaxsub.jaxpr.constants import constants_key
 from jaxsub.jaxpr.shardings import all_shardings, given_shardings, sharding_of
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.jaxpr.trace import Program, check_differentiated, trace
@@ -168,7 +169,7 @@ class Sublinear(Wrapped[P, R]):
         return program, run, plan
 
     def _plan_for(self, program: Program) -> Plan:
-        key = program.fingerprint, program.shardings, compat.trace_context()
+        key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
         if key not in self._plans:
             self._plans[key] = make_plan(program, self.settings)
             warn_of_repeated(program, self._plans[key])

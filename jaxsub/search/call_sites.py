@@ -69,7 +69,7 @@ class Trial:
         if key not in self.sites:
             chosen = replace(settings, target=self.target if settings.target is None else settings.target)
             given = self.plans.get(key) if self.are_given else None
-            self.sites[key] = _site(name, replace(program, consts=()), chosen, given)
+            self.sites[key] = _site(name, program, chosen, given)
         self.calls[key] = self.calls.get(key, 0) + 1
         return self.plans.get(key, self.sites[key].own)
 
@@ -78,14 +78,14 @@ def _site(name: str, program: Program, settings: Settings, given: Plan | None) -
     is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
     own = given or (make_plan(program, settings) if is_fixed or is_bounded else untouched(program))
-    axes = compat.axes_in_scope()
+    axes, bare = compat.axes_in_scope(), replace(program, consts=())
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        with axes(), as_wide_as(program):
+        with axes(), as_wide_as(bare):
             yield
 
-    return CallSite(name, program, settings, own, not is_fixed and can_plan(program), entered)
+    return CallSite(name, bare, settings, own, not is_fixed and can_plan(bare), entered)
 
 
 def current() -> Trial | None:

@@ -22,6 +22,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import check
 from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.constants import constants_key
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
@@ -35,7 +36,7 @@ def plan_key(program: Program, planner: Planner, target: Target, asked: str) -> 
         return None
     is_mapped = str(compat.names_axes(program.traced))
     return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint,
-                  repr(planner), is_mapped, asked)  # fmt: skip
+                  constants_key(program), repr(planner), is_mapped, asked)  # fmt: skip
 
 
 def put_plan(store: Store, key: str, plan: Plan) -> None:

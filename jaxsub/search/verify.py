@@ -27,6 +27,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
+from jaxsub.jaxpr.constants import constants_key, known_constants
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import of_jax
@@ -48,25 +49,30 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
     """The gradient that is measured: of the loss, or of every floating-point output where there is none.
 
     It is a function that returns outputs and gradients. Beside it come the shapes of its arguments: the program's flat
-    inputs, and cotangents for its outputs where it has no loss.
+    inputs but for constants, which the compiler may fold as in the user's own program, and cotangents for its outputs
+    where it has no loss.
     """
+    constants = known_constants(program)
 
     def of(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        given = iter(inputs)
+        known = [constants[i] if i in constants else next(given) for i in range(len(program.invars))]
+
         def active(leaves: Sequence[Any]) -> Any:
-            merged = list(inputs)
+            merged = list(known)
             for i, leaf in zip(program.differentiated, leaves, strict=True):
                 merged[i] = leaf
             return _split(program, flat(*merged))
 
-        leaves = [inputs[i] for i in program.differentiated]
+        leaves = [known[i] for i in program.differentiated]
         outs, pullback, rest = jax.vjp(active, leaves, has_aux=True)
         cts = [jnp.ones_like(outs[0])] if program.loss is not None else list(cotangents)
         return outs, rest, constrain(pullback(cts)[0], where)
 
     where = [program.shardings[i] for i in program.differentiated] if program.shardings else []
-    shapes = placed(program.avals(), program.shardings)
-    outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *shapes)
-    return of, (shapes, outs)
+    every = placed(program.avals(), program.shardings)
+    outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *every)
+    return of, ([shape for i, shape in enumerate(every) if i not in constants], outs)
 
 
 @in_its_width
@@ -156,7 +162,7 @@ class Verifier:
 def measured_key(program: Program, target: Target, plan: Plan) -> str:
     """The key under which a store keeps what a plan was measured to need."""
     where = of_jax(), target.name, target.spec or ""
-    shape = repr(_shape(plan)), *map(repr, program.shardings)
+    shape = repr(_shape(plan)), constants_key(program), *map(repr, program.shardings)
     return key_of("plan", code_digest(), *where, program.fingerprint, *shape)  # emission decides what is measured
 
 
