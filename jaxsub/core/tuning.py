@@ -44,6 +44,8 @@ class Tuning:
         budget_margin: Share of the budget to aim below it; without it the search creeps up on the budget.
         heavy_recompute: Where only a least plan fits, and it recomputes more than this share of a forward pass, plans
             between it and the budget are tried.
+        median_error: By so much predictions err in the median (`examples/results/prediction`), as often too low as too
+            high: a plan that is predicted to need so much more than the budget fits it one time in four.
         prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
@@ -99,6 +101,7 @@ class Tuning:
     long_equations: int = 10_000
     budget_margin: float = 0.003
     heavy_recompute: float = 0.5
+    median_error: float = 0.03
     prediction_error: float = 1.2
     least_compiles: int = 2
     packing: float = 0.12

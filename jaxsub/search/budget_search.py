@@ -180,7 +180,11 @@ class _Search:
         head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
         error = TUNING.prediction_error if self.best is None else 1.0
         if share * (predicted_bytes(plan) - head_bytes) > error * bracket.limit:
-            return
+            if self.best is None:
+                return
+            plan = max(left, key=lambda p: self._expected_gain(p, share))
+            if self._expected_gain(plan, share) <= self.effort.gain_by_hand:
+                return
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
@@ -192,6 +196,12 @@ class _Search:
             if not fitting:
                 return
             plan = fitting[0]
+
+    def _expected_gain(self, plan: Plan, share: float) -> float:
+        """What a plan that is predicted not to fit spares of a forward pass, times the probability that it fits."""
+        assert self.best is not None
+        over = max(share * predicted_bytes(plan) / self.budget_bytes - 1, 0.0)
+        return (recomputed_share(self.best) - recomputed_share(plan)) * 0.5 ** (1 + over / TUNING.median_error)
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
