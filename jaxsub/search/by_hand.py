@@ -120,13 +120,13 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
                 return []
             # a value that a step carries on is stacked once more when it is saved by name: nothing is free there
             traced[piece.kind] = replace(run, free=frozenset()) if is_loops else run
-    head = _head_bytes(program, pieces[-1].stop, gpu)
+    head, outside = _head_bytes(program, pieces[-1].stop, gpu), _outside_bytes(program, pieces, gpu)
     found: dict[Any, Plan] = {}
     for name, chosen in _chosen(pieces, traced, gpu):
         regions = [(p, traced[p.kind], chosen[p.kind]) for p in pieces]
         predicted = _predicted(program, regions, head, gpu)
-        if not is_loops:
-            predicted = replace(predicted, temp_bytes=predicted.temp_bytes - _in_gradients(program, regions))
+        hosted = 0 if is_loops else _in_gradients(program, regions)
+        predicted = replace(predicted, temp_bytes=predicted.temp_bytes + outside - hosted)
         ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
         plan = Plan(
             program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}", prediction=predicted
@@ -246,13 +246,24 @@ def _as_segments(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tupl
 
 def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
     """What the passes of what follows the last region need."""
-    if start == len(program.eqns) or not all(node.can_recompute for node in program.graph.nodes[start:]):
-        return 0
+    rest = _traced(program, start, len(program.eqns))
+    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu) if rest else 0
+
+
+def _outside_bytes(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> int:
+    """What equations before the regions, and between them, keep for their own backward passes."""
+    gaps = zip([0, *(piece.stop for piece in pieces)], (piece.node for piece in pieces), strict=False)
+    return sum(live_ranges.kept_bytes(run, gpu=gpu) for gap in gaps if (run := _traced(program, *gap)))
+
+
+def _traced(program: Program, start: int, stop: int) -> TracedRun | None:
+    """A run outside of all regions; `None` where there is none, or none that can be traced by itself."""
+    if start >= stop or not all(node.can_recompute for node in program.graph.nodes[start:stop]):
+        return None
     try:
-        rest = trace_run(program, start, len(program.eqns))
+        return trace_run(program, start, stop)
     except NoBackwardPass:
-        return 0
-    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu)
+        return None
 
 
 def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choice]], head_bytes: int,

@@ -100,6 +100,32 @@ def test_what_a_plan_by_hand_recomputes_is_predicted():
         assert plan.prediction.extra_flops / plan.prediction.forward_flops / 3 == pytest.approx(again, abs=0.01)
 
 
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+def test_what_stands_before_the_regions_is_predicted_to_keep_its_values(scanned):
+    """A stem of wide layers is not recomputed: what it keeps for its backward pass counts."""
+
+    def network(weights, x):
+        stem, layers = weights
+        for w in stem:
+            x = jnp.tanh(x @ w)
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, jnp.stack(layers))
+        else:
+            for w in layers:
+                x = jnp.tanh(jnp.tanh(x @ w) @ w)
+        return x.sum()
+
+    def weight(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    stem = [weight(128, 320), weight(320, 160), weight(160, 320), weight(320, 128)]
+    args = (stem, [weight(128, 128)] * 16), weight(1024, 128)
+    program = trace(network, args, {})
+    plan = next(plan for plan in plans_by_hand(program) if plan.planner == "by hand: full")
+    found = measured(program, emit(program, plan), get_target("cpu")).temp_bytes
+    assert plan.prediction.temp_bytes == pytest.approx(found, rel=0.25)
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_policy_is_met_at_its_flops():
     """No budget is refused that a policy by hand meets, and no more is recomputed."""
