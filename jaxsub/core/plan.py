@@ -286,16 +286,13 @@ def plan_from_runs(
     Raises:
         PlannerError: If the runs do not hold together.
     """
-    check_runs(chain, runs)
-    segments = _moved([s for run in runs for s in _segments(chain, run)])
-    loops = tuple(loop for run in runs for loop in _loops(chain, run))
-    barriers = sorted({chain.stages[start].start for start in _barriers(runs)} - {0})
+    segments, barriers, loops = decisions_of(chain, runs)
     return Plan(
         chain.fingerprint,
         budget,
         chain.stages[-1].stop,
         segments,
-        tuple(barriers),
+        barriers,
         planner,
         predict(chain, runs),
         predict(unfenced(chain), chain.plain()),
@@ -305,6 +302,16 @@ def plan_from_runs(
         timeline=stage_timeline(chain, runs),
         plain_timeline=stage_timeline(unfenced(chain), chain.plain()),
     )
+
+
+def decisions_of(
+    chain: Chain, runs: Sequence[Run]
+) -> tuple[tuple[Segment, ...], tuple[int, ...], tuple[ControlFlow, ...]]:
+    """The segments, barriers and ways of control flow that a planner's runs stand for; `PlannerError` as above."""
+    check_runs(chain, runs)
+    segments = _moved([s for run in runs for s in _segments(chain, run)])
+    barriers = sorted({chain.stages[start].start for start in _barriers(runs)} - {0})
+    return segments, tuple(barriers), tuple(loop for run in runs for loop in _loops(chain, run))
 
 
 def segment_faults(segments: Sequence[Segment], start: int, stop: int) -> Iterator[str]:

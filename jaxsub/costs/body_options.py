@@ -9,14 +9,13 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Item, Run
 from jaxsub.core.decisions import Inside
-from jaxsub.core.plan import plan_from_runs
+from jaxsub.core.plan import decisions_of
 from jaxsub.core.simulate import extra_flops, may_nest, predict
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.trace import Program
@@ -70,43 +69,53 @@ def body_plans(body: Program, price: BodyChain) -> tuple[BodyPlan, ...]:
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)
-    return (*_thinned(_nested(chain)), *_thinned(_kept(chain)))
+    return (*_nested(chain), *_kept(chain))
 
 
 def _nested(chain: Chain) -> Iterator[BodyPlan]:
     items = (Item(i.start, i.stop, tuple(o for o in i.options if may_nest(chain, o))) for i in chain.items)
     nestable = replace(chain, items=tuple(i for i in items if i.options))
-    for n_bytes, flops, runs in solve(nestable).frontier():
-        yield BodyPlan(_inside(nestable, runs), True, 0, n_bytes, flops)
+    found = (_Costs(0, n_bytes, flops, runs) for n_bytes, flops, runs in solve(nestable).frontier())
+    for costs in _thinned(found):
+        yield BodyPlan(_inside(nestable, costs.runs), True, 0, costs.transient_bytes, costs.recompute_flops)
 
 
 def _kept(chain: Chain) -> Iterator[BodyPlan]:
+    for costs in _thinned(_costs(chain, runs) for _, _, runs in solve(chain).frontier()):
+        yield BodyPlan(_inside(chain, costs.runs), False, costs.kept_bytes, costs.transient_bytes,
+                       costs.recompute_flops)  # fmt: skip
+
+
+class _Costs(NamedTuple):
+    """What runs of a body cost."""
+
+    kept_bytes: int
+    transient_bytes: int
+    recompute_flops: float
+    runs: tuple[Run, ...]
+
+
+def _costs(chain: Chain, runs: tuple[Run, ...]) -> _Costs:
     last = len(chain.stages) - 1
-    for _, _, runs in solve(chain).frontier():
-        if runs[-1].option is None and not runs[-1].children and runs[-1].start == last:
-            runs = (*runs[:-1], chain.recompute(last))
-        kept, stored = 0, 0
-        for run in runs:
-            kept += chain.kept_bytes(run)
-            stored += int(chain.crossing_bytes[run.start, run.stop])
-        # the values that cross the last cut are the body's results: they are live anyway
-        stored -= int(chain.crossing_bytes[runs[-1].start, runs[-1].stop])
-        found = predict(chain, runs)
-        yield BodyPlan(_inside(chain, runs), False, kept + stored, found.temp_bytes, extra_flops(chain, runs))
+    if runs[-1].option is None and not runs[-1].children and runs[-1].start == last:
+        runs = (*runs[:-1], chain.recompute(last))
+    kept = sum(chain.kept_bytes(run) for run in runs)
+    # the values that cross the last cut are the body's results: they are live anyway
+    stored = sum(int(chain.crossing_bytes[run.start, run.stop]) for run in runs[:-1])
+    return _Costs(kept + stored, predict(chain, runs).temp_bytes, extra_flops(chain, runs), runs)
 
 
 def _inside(chain: Chain, runs: Sequence[Run]) -> Inside:
-    plan = plan_from_runs(chain, runs, budget=Budget(), planner="optimal")
-    return Inside(plan.segments, plan.barriers, plan.loops)
+    return Inside(*decisions_of(chain, runs))
 
 
-def _thinned(found: Iterator[BodyPlan]) -> list[BodyPlan]:
-    """Choose a few plans, by rising recompute and clearly falling memory."""
-    steps: list[BodyPlan] = []
-    for plan in sorted(found, key=lambda p: (p.recompute_flops, p.kept_bytes + p.transient_bytes)):
-        need = plan.kept_bytes + plan.transient_bytes
+def _thinned(found: Iterable[_Costs]) -> list[_Costs]:
+    """Choose a few, by rising recompute and clearly falling memory."""
+    steps: list[_Costs] = []
+    for costs in sorted(found, key=lambda c: (c.recompute_flops, c.kept_bytes + c.transient_bytes)):
+        need = costs.kept_bytes + costs.transient_bytes
         if not steps or need < TUNING.much_less * (steps[-1].kept_bytes + steps[-1].transient_bytes):
-            steps.append(plan)
+            steps.append(costs)
     return evenly(steps, TUNING.body_plans)
 
 

@@ -225,7 +225,7 @@ class Solution:
         best = (predict(self.chain, plain).temp_bytes, plain)
         if self.max_bytes < best[0]:
             return solve(self.chain, best[0], self.slots, self.max_depth)._least(most_flops)
-        for is_coarse in (True, False):  # coarse tables find the scale, fine ones the runs
+        for is_coarse in (True, False) if len(self.chain.stages) > TUNING.long_chain else (False,):
             rung = -1
             while rung != (finer := self._useful(self._rung(best[0]))):
                 rung = finer
