@@ -190,7 +190,7 @@ class _Search:
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget, True)
             except InfeasibleBudgetError as refused:
-                if not self.plans:
+                if not self.plans and (runs or self._may_err()):
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
                 share = round(_cost(plan) - (0.0 if runs else TUNING.compile_gain), 3)
