@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr.shardings import sharding_of
@@ -35,7 +36,7 @@ def constants_key(program: Program) -> str:
 
 
 def _is_uniform(const: Any) -> bool:
-    if jax.dtypes.issubdtype(jax.dtypes.result_type(const), jax.dtypes.extended):  # keys of random numbers
+    if jnp.issubdtype(jnp.result_type(const), jax.dtypes.extended):  # keys of random numbers
         return False
     values = np.asarray(const)
     return values.size > 0 and bool((values == values.flat[0]).all())

@@ -175,16 +175,9 @@ class _Search:
         share = self.verifier.pricer.share
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
-        plan, least = min(left, key=predicted_bytes), min(every, key=predicted_bytes)
-        # a head that holds the peak may fuse: at best it is half of what the least needs
-        head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
-        error = TUNING.prediction_error if self.best is None else 1.0
-        if share * (predicted_bytes(plan) - head_bytes) > error * bracket.limit:
-            if self.best is None:
-                return
-            plan = max(left, key=lambda p: self._expected_gain(p, share))
-            if self._expected_gain(plan, share) <= self.effort.gain_by_hand:
-                return
+        plan = self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
+        if plan is None:
+            return
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
@@ -197,11 +190,21 @@ class _Search:
                 return
             plan = fitting[0]
 
-    def _expected_gain(self, plan: Plan, share: float) -> float:
-        """What a plan that is predicted not to fit spares of a forward pass, times the probability that it fits."""
-        assert self.best is not None
-        over = max(share * predicted_bytes(plan) / self.budget_bytes - 1, 0.0)
-        return (recomputed_share(self.best) - recomputed_share(plan)) * 0.5 ** (1 + over / TUNING.median_error)
+    def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
+        """Of plans by hand the one to compile first: it shows how all of them err.
+
+        Beside a plan that fits that is the one of which most is expected. Before one fits it is the least, if that may
+        fit: a head that holds the peak may fuse, and take half of what the least needs.
+        """
+        share, best, first = self.verifier.pricer.share, self.best, min(plans, key=predicted_bytes)
+        if best is not None:
+            expected = [(recomputed_share(best) - recomputed_share(plan))
+                        * _fitting_probability(share * predicted_bytes(plan) / limit) for plan in plans]  # fmt: skip
+            if max(expected) > self.effort.gain_by_hand:
+                return plans[expected.index(max(expected))]
+        head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
+        error = TUNING.prediction_error if best is None else 1.0
+        return first if share * (predicted_bytes(first) - head_bytes) <= error * limit else None
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
@@ -260,6 +263,17 @@ class _Search:
             plan = plan.replace(measurement=self.try_(plan))
             self.least_seen = plan if _needed(plan) < least else self.least_seen
             low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
+
+
+def _fitting_probability(share: float) -> float:
+    """How probable it is that what is predicted to need this share of a limit fits, errors falling off exponentially.
+
+    Example:
+        >>> [_fitting_probability(share) for share in (0.97, 1.0, 1.03)]
+        [0.75, 0.5, 0.25]
+    """
+    tail: float = 0.5 ** (1 + abs(share - 1) / TUNING.median_error)
+    return tail if share > 1 else 1 - tail
 
 
 def _regions(plan: Plan) -> object:

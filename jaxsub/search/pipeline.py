@@ -19,7 +19,6 @@ from typing import Any
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
-from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer, Prices
@@ -177,6 +176,7 @@ class Planning:
     step: Callable[[str], None]
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     prices: Prices = field(init=False, default_factory=Prices)
+    share: float | None = field(init=False, default=None)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
         """What prices and compiles plans of a program, and what makes them."""
@@ -188,8 +188,19 @@ class Planning:
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
             planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))
+            if program.shardings and settings.verify is not False and settings.budget != Budget():
+                verifier.pricer = replace(pricer, share=self._share(verifier, candidates.choices[0]))
+                candidates = replace(candidates, pricer=verifier.pricer)
             self.known[program.fingerprint] = verifier, planner, candidates
         return self.known[program.fingerprint]
+
+    def _share(self, verifier: verifying.Verifier, cuts: Sequence[int]) -> float:
+        """What one device holds of a predicted byte of the plain gradient, measured once, without slices."""
+        if self.share is None:
+            whole = replace(verifier.pricer, share=1.0, gathered=()).chain(cuts)
+            found, plain = get("plain")(whole, None).prediction, verifier.measure(verifier.empty())
+            self.share = min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
+        return self.share
 
     def whole(self, program: Program, budget: Budget, is_trusted: bool) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone."""
@@ -222,12 +233,8 @@ class Planning:
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
                 overrides: Mapping[str, int]) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
-        settings, program = self.settings, verifier.program
+        settings = self.settings
         effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
-        if program.shardings:
-            share = _measured_share(verifier.pricer, candidates.choices[0], verifier.measure(verifier.empty()))
-            verifier.pricer = replace(verifier.pricer, share=share)
-            candidates = replace(candidates, pricer=verifier.pricer)
         n_bytes = budget.n_bytes
         if n_bytes is None:
             n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
@@ -252,12 +259,6 @@ def _with_overrides(verifier: verifying.Verifier, plan: Plan, overrides: Mapping
 
 def _fits(plan: Plan, n_bytes: int) -> bool:
     return plan.measurement is None or plan.measurement.temp_bytes <= n_bytes
-
-
-def _measured_share(pricer: Pricer, cuts: Sequence[int], plain: Measurement) -> float:
-    """What one device holds of a predicted byte of the plain gradient."""
-    found = get("plain")(replace(pricer, share=1.0, gathered=()).chain(cuts), None).prediction
-    return min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
 
 
 @in_its_width
