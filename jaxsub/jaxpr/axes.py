@@ -29,12 +29,8 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
+from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.trace import ZERO_TANGENT
-
-LINEAR = frozenset(
-    "neg transpose reshape squeeze broadcast_in_dim reduce_sum copy copy_p name real imag convert_element_type".split()
-)
-"""Linear primitives: applied to a part of a sum in a body, they give a part of the result for the whole sum."""
 
 
 class MeetsTotal(NoRule):
@@ -265,16 +261,9 @@ class _Inside(_Walk):
 
     def total(self, eqn: Any, ins: Sequence[State]) -> None:
         """Let a linear equation run on a part of a sum."""
-        name, is_total = eqn.primitive.name, [isinstance(i, Total) for i in ins]
         if any(isinstance(i, Place) or (isinstance(i, Total) and i.how != "sum") for i in ins):
             raise NoRule("it reads a total over the axis, and what carries the axis")
-        is_linear = (
-            (name in LINEAR and not _narrows(eqn))
-            or (name in ("add", "sub", "add_any") and all(is_total))
-            or (name in ("mul", "dot_general") and sum(is_total) == 1)
-            or (name == "div" and is_total == [True, False])
-        )
-        if not is_linear:
+        if _narrows(eqn) or not is_linear_equation(eqn, [isinstance(i, Total) for i in ins]):
             raise NoRule("it reads a total over the axis before the axis ends")
         self.whole(eqn, Total())
 

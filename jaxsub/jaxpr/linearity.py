@@ -61,6 +61,14 @@ def is_linear(closed: Any, moving: Sequence[bool]) -> bool:
         return False
 
 
+def is_linear_equation(eqn: Any, moving: Sequence[bool]) -> bool:
+    """Tell whether every result of one equation is linear in its operands that move, whatever the others are."""
+    try:
+        return Mark.FREE not in _through(eqn, [Mark.LINEAR if m else Mark.FREE for m in moving])
+    except _NotLinear:
+        return False
+
+
 def _outputs(body: Any, marks: Sequence[Mark]) -> list[Mark]:
     """The marks of a jaxpr's outputs; its constants depend on nothing."""
     jaxpr = compat.open_jaxpr(body)
