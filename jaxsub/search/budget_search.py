@@ -293,7 +293,7 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
         what = f"what the function needs as it is, and no plan of `{least.planner}` needs less"
         least = plain.replace(timeline=least.plain_timeline)
     least_bytes = _needed(least)
-    holders = _holders(finish(verifier.program, least, Budget()))
+    holders = _holders(finish(verifier.program, least, Budget()), least_bytes)
     held = f" It holds {'; '.join(holders)}." if holders else ""
     return InfeasibleBudgetError(
         f"Budget `{format_bytes(budget_bytes)}` ({budget_bytes} bytes) is below {what}: "
@@ -305,8 +305,10 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
     )
 
 
-def _holders(plan: Plan) -> tuple[str, ...]:
-    """List the values live at the predicted peak of a plan, each with its share of it."""
+def _holders(plan: Plan, least_bytes: int) -> tuple[str, ...]:
+    """List the values live at the predicted peak of a plan, each with its share; together no more than it needs."""
     rows = live_at_peak(plan)
     total = max(1, sum(n_bytes for n_bytes, _ in rows))
-    return tuple(f"{n_bytes / total:.0%} ({format_bytes(n_bytes)}) {words}" for n_bytes, words in rows[:NAMED_HOLDERS])
+    scale = min(1.0, least_bytes / total)
+    return tuple(f"{n_bytes / total:.0%} ({format_bytes(int(n_bytes * scale))}) {words}"
+                 for n_bytes, words in rows[:NAMED_HOLDERS])  # fmt: skip

@@ -27,6 +27,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.constants import constants_key, known_constants
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.flops import primitives_in
@@ -178,25 +179,37 @@ def live_at_peak(plan: Plan) -> tuple[tuple[int, str], ...]:
     return timeline.live_at(timeline.peak_step) if timeline is not None and timeline.steps else ()
 
 
+KEPT_WHOLE = {
+    "custom_vjp_call": "has a backward pass of its own: what it saves for it is not cut.",
+    "shard_map": (
+        "is one equation to a plan: put sublinear round the function that it maps, and let jaxsub.jit(memory=...) "
+        "measure the step."
+    ),
+    **dict.fromkeys(
+        compat.REGIONS, "is the function's own jax.checkpoint and stays as it is: without it a plan may cut inside."
+    ),
+}
+"""Equations that are never cut, and what a refusal says of them."""
+
+
 def peak_line(program: Program, plan: Plan) -> str:
-    """Where the peak of a plan is expected, with the user's line; empty where that is not known."""
-    if plan.prediction is None or not plan.barriers:
-        return ""
-    starts = [0, *plan.barriers]
-    at = min(plan.prediction.peak_at, len(starts) - 1)
-    nodes = program.graph.nodes[starts[at] : (*starts, len(program.eqns))[at + 1]]
-    return (f" The peak is near `{nodes[0].primitive}` at {nodes[0].source}." if nodes[0].source else "") + _whole(
-        nodes
-    )
+    """Where the peak of a plan is expected, with the user's line, and what of that is never cut."""
+    nodes, where = program.graph.nodes, ""
+    if plan.prediction is not None and plan.barriers:
+        starts = [0, *plan.barriers]
+        at = min(plan.prediction.peak_at, len(starts) - 1)
+        nodes = nodes[starts[at] : (*starts, len(program.eqns))[at + 1]]
+        where = f" The peak is near `{nodes[0].primitive}` at {nodes[0].source}." if nodes[0].source else ""
+    return where + _whole(nodes)
 
 
 def _whole(nodes: Sequence[Node]) -> str:
-    """What of a run is never cut, because its backward pass is the user's own; empty where there is nothing."""
-    found = max((n for n in nodes if n.primitive == "custom_vjp_call"), key=lambda n: n.flops, default=None)
+    """What of a run is never cut; empty where that is less than half of its FLOPs."""
+    found = max((n for n in nodes if n.primitive in KEPT_WHOLE), key=lambda n: n.flops, default=None)
     if found is None or 2 * found.flops < sum(node.flops for node in nodes):
         return ""
-    return (f" `custom_vjp_call` at {found.source or 'an unknown line'} has a backward pass of its own: what it saves "
-            "for it is not cut.")  # fmt: skip
+    where = f" at {found.source}" if found.source else ""
+    return f" `{found.primitive}`{where} {KEPT_WHOLE[found.primitive]}"
 
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxsub
+from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.search.verify import Verifier
@@ -69,3 +71,24 @@ def test_what_is_never_cut_is_named():
     )
     with pytest.raises(InfeasibleBudgetError, match=words):
         jaxsub.plan(loss, ws, x, budget="64KiB", chunks=False, progress=False, cache=False)
+
+
+def test_a_refusal_names_regions_and_maps_that_are_never_cut():
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    ws, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    words = r"is the function's own jax.checkpoint and stays as it is: without it a plan may cut inside"
+    with pytest.raises(InfeasibleBudgetError, match=words) as refused:
+        jaxsub.plan(jax.checkpoint(layers), ws, x, budget=0.6, chunks=False, progress=False, cache=False)
+    (holder,) = refused.value.holders
+    assert f"({format_bytes(refused.value.least_bytes)})" in holder
+    assert jaxsub.plan(layers, ws, x, budget=refused.value.requested_bytes, chunks=False, progress=False, cache=False)
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(layers, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec(),
+                           check_vma=False)  # fmt: skip
+    with pytest.raises(InfeasibleBudgetError, match=r"`shard_map` .*is one equation to a plan: put sublinear round"):
+        jaxsub.plan(mapped, ws, x, budget=0.6, chunks=False, progress=False, cache=False)
