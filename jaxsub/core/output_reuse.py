@@ -89,6 +89,17 @@ def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     return tuple(w.n_bytes for w in weights if w is not None)
 
 
+def loop_gradient_sizes(graph: Graph, start: int) -> tuple[int, ...]:
+    """List the bytes of gradients that loops before a node write: of weights that nothing after the loop reads.
+
+    A loop writes all of them as it runs backward. What is dead by then may lie in them, such as the logits behind a
+    scan over layers, whose weights are stacked.
+    """
+    loops = (node for node in graph.nodes[:start] if node.primitive == "scan")
+    weights = (_weight(graph, v, node.index) for node in loops for v in sorted({*node.inputs}))
+    return tuple(sorted(w.n_bytes for w in weights if w is not None))
+
+
 def _weight(graph: Graph, value: int, reader: int) -> Value | None:
     """The differentiated input that a node is the last to read, converted, reshaped or transposed perhaps."""
     found = graph.values[value]

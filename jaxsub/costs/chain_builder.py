@@ -16,7 +16,14 @@ from itertools import pairwise
 from jaxsub.core.chain import Chain, Item, Option, Stage, Untimed
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.graph import Graph
-from jaxsub.core.output_reuse import gradient_sizes, joined_bytes, operand_bytes, saved_sizes, summed_sizes
+from jaxsub.core.output_reuse import (
+    gradient_sizes,
+    joined_bytes,
+    loop_gradient_sizes,
+    operand_bytes,
+    saved_sizes,
+    summed_sizes,
+)
 from jaxsub.core.passes import Pass, run_passes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -46,7 +53,7 @@ class Prices:
     """Costs of runs by their kind, for one target; programs with equal runs share them."""
 
     traced: dict[Kind, Traced | None] = field(default_factory=dict)
-    known: dict[tuple[str, Kind, tuple[int, ...], bool], int] = field(default_factory=dict)
+    known: dict[tuple[str, Kind, tuple[int, ...], bool, tuple[int, ...]], int] = field(default_factory=dict)
     sizes: dict[tuple[Kind, int], tuple[int, ...]] = field(default_factory=dict)
     loop_choices: dict[Kind, tuple[LoopChoice | BranchChoice, ...]] = field(default_factory=dict)
 
@@ -329,10 +336,12 @@ class Pricer:
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
         at_once = what == "last" and self.program.loss is not None
-        key = what, self._kind(start, stop), saved, at_once
+        is_last = stop == len(self.program.eqns)
+        spare = loop_gradient_sizes(self.program.graph, start) if is_last and not self._is_cpu else ()
+        key = what, self._kind(start, stop), saved, at_once, spare
         if key not in self.prices.known:
-            traced = self._run(start, stop)[0]
-            self.prices.known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=self.target.gpu)
+            traced, gpu = self._run(start, stop)[0], self.target.gpu
+            self.prices.known[key] = analytic.counted(what, traced, saved, at_once=at_once, gpu=gpu, spare=spare)
         return self.prices.known[key]
 
 

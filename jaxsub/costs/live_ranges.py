@@ -31,13 +31,16 @@ MOST_KNOWN = 64
 """Results are kept for so many runs, those seen last."""
 
 
-def backward_bytes(traced: TracedRun, saved: Sequence[int], *, gpu: Target | None = None) -> int:
+def backward_bytes(
+    traced: TracedRun, saved: Sequence[int], *, gpu: Target | None = None, spare: Sequence[int] = ()
+) -> int:
     """Predict the bytes that a region's backward pass allocates: saved and recomputed values, cotangents in and out.
 
     Args:
         traced: The run.
         saved: Offsets of the values it saves.
         gpu: The GPU to compile for; `None` for a CPU.
+        spare: Bytes of gradients that are written later, by loops: until then they host transient values.
 
     Returns:
         Bytes at the peak, without the run's inputs and without gradients of weights that are added to no sum.
@@ -49,11 +52,11 @@ def backward_bytes(traced: TracedRun, saved: Sequence[int], *, gpu: Target | Non
     at_start = {v: aval_bytes(v.aval) for v in given}
     written, scattered = (found - set(given) for found in _written(traced, lives))
     free = written | scattered | (set(traced.inputs) - set(given))
-    return _least_peak(traced, lives, lives.kernels, at_start, free, written, n_late=len(eqns))
+    return _least_peak(traced, lives, lives.kernels, at_start, free, written, n_late=len(eqns), spare=spare)
 
 
 def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], at_start: dict[Any, int], free: set[Any],
-                written: set[Any], *, n_late: int = 0) -> int:  # fmt: skip
+                written: set[Any], *, n_late: int = 0, spare: Sequence[int] = ()) -> int:  # fmt: skip
     """Find the peak of a run's passes: on a CPU in its one order, on a GPU in the order that needs least.
 
     A GPU adds contributions to sums of gradients as soon as they are made: they are not live at the end.
@@ -61,13 +64,13 @@ def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], at_s
     ends = lives.ends()
     if lives.gpu is None:
         order = schedule(kernels, (*traced.inputs, *at_start), True)
-        return peak_bytes(order, at_start, ends, free, written)
+        return peak_bytes(order, at_start, ends, free, written, spare)
     outputs = [lives.base(v) for v in (*traced.backward_outputs, *lives.outputs) if compat.is_var(v)]
     ends -= _added(traced, lives)
     kernels = joined(kernels, map(lives.base, lives.given), outputs)
     orders = [kernels, made_late(kernels, n_late), depth_first(kernels, outputs)]
     orders.append(greedy(kernels, at_start, ends, free - written))
-    return min(peak_bytes(order, at_start, ends, free, written) for order in orders)
+    return min(peak_bytes(order, at_start, ends, free, written, spare) for order in orders)
 
 
 def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bool = False) -> int:
@@ -85,7 +88,8 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
                for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
 
 
-def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None) -> int:
+def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None,
+            spare: Sequence[int] = ()) -> int:  # fmt: skip
     """Predict the bytes of one pass of a run.
 
     Args:
@@ -95,16 +99,17 @@ def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool
         saved: Offsets of the values that a region saves; for `last` and `held` positions of inputs to count.
         at_once: Whether the run's backward pass starts at once.
         gpu: The GPU to compile for; `None` for a CPU.
+        spare: Bytes of gradients that are written later; for `backward` and `last`.
     """
     if what == "forward":
         return forward_bytes(traced, gpu=gpu)
     if what == "backward":
-        return backward_bytes(traced, saved, gpu=gpu)
+        return backward_bytes(traced, saved, gpu=gpu, spare=spare)
     if what.startswith("hoisted"):
         return hoisted_bytes(traced, gpu=gpu, is_shared=what == TOGETHER)
     if what in ("keep", "held"):
         return kept_bytes(traced, saved, gpu=gpu)
-    return unwrapped_bytes(traced, saved, at_once=at_once, gpu=gpu)
+    return unwrapped_bytes(traced, saved, at_once=at_once, gpu=gpu, spare=spare)
 
 
 def _added(traced: TracedRun, lives: Lives) -> set[Any]:
@@ -192,7 +197,12 @@ def unread_inputs(traced: TracedRun, *, gpu: Target | None = None) -> frozenset[
 
 
 def unwrapped_bytes(
-    traced: TracedRun, made: Sequence[int] = (), *, at_once: bool = False, gpu: Target | None = None
+    traced: TracedRun,
+    made: Sequence[int] = (),
+    *,
+    at_once: bool = False,
+    gpu: Target | None = None,
+    spare: Sequence[int] = (),
 ) -> int:
     """Predict the bytes that both passes of an unwrapped run allocate beside inputs and outputs, with cotangents.
 
@@ -201,6 +211,7 @@ def unwrapped_bytes(
         made: Positions of inputs to count.
         at_once: Whether the cotangents are live from the start, as the loss's is, or from the last output on.
         gpu: The GPU to compile for; `None` for a CPU.
+        spare: Bytes of gradients that are written later.
     """
     lives = _unwrapped(traced, gpu)
     kernels, counted = lives.kernels, {traced.inputs[i] for i in made}
@@ -215,7 +226,7 @@ def unwrapped_bytes(
         kernels = [k for k in kernels if k.position < n] + [come] + [k for k in kernels if k.position >= n]
     written, scattered = (found - sizes.keys() for found in _written(traced, lives))
     free = (set(traced.inputs) - counted) | returned | written | scattered
-    return _least_peak(traced, lives, kernels, at_start, free - sizes.keys(), written)
+    return _least_peak(traced, lives, kernels, at_start, free - sizes.keys(), written, spare=spare)
 
 
 def _cached(find: Callable[[TracedRun, Target | None], Found]) -> Callable[[TracedRun, Target | None], Found]:

@@ -161,7 +161,7 @@ def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kerne
 
 
 def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[Any], free: set[Any],
-               written: Iterable[Any] = ()) -> int:  # fmt: skip
+               written: Iterable[Any] = (), spare: Sequence[int] = ()) -> int:  # fmt: skip
     """Find the peak of live bytes.
 
     Args:
@@ -170,12 +170,13 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
         ends: Buffers that are live at the end.
         free: Buffers whose memory is counted elsewhere.
         written: Those of `free` that are outputs which a kernel writes: until then they host other values.
+        spare: Bytes of outputs that are written later than by all kernels: they host what is dead at the end.
     """
     sizes = {**at_start, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    outputs = [(sizes[b], born[b]) for b in written if b in born]
+    outputs = [(sizes[b], born[b]) for b in written if b in born] + [(size, len(kernels)) for size in spare]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
     sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)

@@ -28,6 +28,7 @@ from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Inside, Loop, Segment
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.graph import Graph
+from jaxsub.core.output_reuse import loop_gradient_sizes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges
@@ -247,7 +248,10 @@ def _as_segments(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tupl
 def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
     """What the passes of what follows the last region need."""
     rest = _traced(program, start, len(program.eqns))
-    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu) if rest else 0
+    if rest is None:
+        return 0
+    spare = loop_gradient_sizes(program.graph, start) if gpu is not None else ()
+    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu, spare=spare)
 
 
 def _outside_bytes(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> int:

@@ -14,15 +14,24 @@ import zoo
 import jaxsub
 from jaxsub.core.chain import Chain, Crossing, Item, Option, Run, Stage
 from jaxsub.core.disk_cache import Store
-from jaxsub.core.output_reuse import gradient_sizes, hosted_bytes, operand_bytes, unfenced
+from jaxsub.core.output_reuse import (
+    gradient_sizes,
+    hosted_bytes,
+    loop_gradient_sizes,
+    operand_bytes,
+    unfenced,
+)
 from jaxsub.core.simulate import predict
 from jaxsub.core.timeline import stage_timeline
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.costs.dead_inputs import dead_inputs
+from jaxsub.costs.live_ranges import counted
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
+from jaxsub.partition.traced_run import trace_run
 from jaxsub.planners import get
+from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.verify import Verifier, cut_choices
 
 CPU = get_target("cpu")
@@ -192,6 +201,33 @@ def test_gradients_of_weights_that_are_converted_host_too():
     assert predict(chain, chain.plain()).temp_bytes == pytest.approx(found, rel=0.02)
     alone = replace(chain, stages=tuple(replace(s, gradient_sizes=()) for s in chain.stages))
     assert predict(alone, alone.plain()).temp_bytes > 1.3 * found
+
+
+def test_gradients_that_a_loop_writes_host_logits():
+    """Behind a scan over layers: where stacked weights are larger than logits, a GPU has nothing to allocate for these.
+
+    A CPU fills such gradients with zeros when the program starts.
+    """
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+
+    def loss(weights, x, words):
+        cast = lambda w: w.astype("bfloat16")  # noqa: E731
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ cast(w[0])) @ cast(w[1])), None), x, weights["layers"])
+        logits = (x @ cast(weights["head"])).astype("float32")
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, words[:, None], -1)[:, 0])
+
+    stacked = jax.ShapeDtypeStruct((12, 1024, 1024), "float32")
+    weights = {"layers": (stacked, stacked), "head": jax.ShapeDtypeStruct((1024, 16384), "float32")}
+    x, words = jax.ShapeDtypeStruct((512, 1024), "bfloat16"), jax.ShapeDtypeStruct((512,), "int32")
+    program, target = trace(loss, (weights, x, words), {}, argnums=0), get_target("h100")
+    n = len(program.eqns)
+    assert loop_gradient_sizes(program.graph, n) == (12 * 2**22,) * 2
+    plan = next(plan for plan in plans_by_hand(program, target.gpu) if plan.planner == "by hand: full")
+    loss_head = trace_run(program, plan.loops[0].node + 1, n)
+    alone, hosted = (counted("last", loss_head, (), at_once=True, gpu=target.gpu, spare=spare)
+                     for spare in ((), loop_gradient_sizes(program.graph, n)))  # fmt: skip
+    found = Verifier(Pricer(program, target)).measure(plan).temp_bytes
+    assert hosted < plan.prediction.temp_bytes < found < alone
 
 
 def test_a_sum_hosts_until_it_is_begun():
