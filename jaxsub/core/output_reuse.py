@@ -6,9 +6,10 @@ large or larger, one value at a time. With small batches, where activations are 
 then cost nothing.
 
 Source: the buffer assignment of OpenXLA (`xla/service/buffer_assignment.cc`): values by size, the largest first, equal
-sizes in the order in which they are made; each goes into the smallest buffer that is unused for its live range. Only
-values that are live between the passes are considered, and only gradients that one product or convolution writes at
-once. Transient values of a backward pass may use such buffers too; they are left out, so predictions are rather high.
+sizes in the order in which they are made; each goes into the smallest buffer that is unused for its live range. Of
+gradients that one product or convolution writes at once only values that are live between the passes are considered,
+of gradients that loops write only what follows the last loop (on a GPU). Other transient values may use such buffers
+too; they are left out, so predictions are rather high.
 """
 
 from __future__ import annotations
