@@ -186,9 +186,9 @@ class _Search:
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             fitting = [p for p in left if share * predicted_bytes(p) <= most]
-            if not fitting:
+            plan = fitting[0] if fitting else self._most_expected(left, most)
+            if plan is None:
                 return
-            plan = fitting[0]
 
     def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
@@ -196,15 +196,24 @@ class _Search:
         Beside a plan that fits that is the one of which most is expected. Before one fits it is the least, if that may
         fit: a head that holds the peak may fuse, and take half of what the least needs.
         """
-        share, best, first = self.verifier.pricer.share, self.best, min(plans, key=predicted_bytes)
-        if best is not None:
-            expected = [(recomputed_share(best) - recomputed_share(plan))
-                        * _fitting_probability(share * predicted_bytes(plan) / limit) for plan in plans]  # fmt: skip
-            if max(expected) > self.effort.gain_by_hand:
-                return plans[expected.index(max(expected))]
+        if self.best is not None and (found := self._most_expected(plans, limit)):
+            return found
+        first = min(plans, key=predicted_bytes)
         head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
-        error = TUNING.prediction_error if best is None else 1.0
-        return first if share * (predicted_bytes(first) - head_bytes) <= error * limit else None
+        error = TUNING.prediction_error if self.best is None else 1.0
+        needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
+        return first if needed <= error * limit else None
+
+    def _most_expected(self, plans: Sequence[Plan], limit: float) -> Plan | None:
+        """The plan that spares most, times the probability that it fits; `None` where none is likely enough to."""
+        share, most = self.verifier.pricer.share, recomputed_share(self.best) if self.best else math.inf
+
+        def expected(plan: Plan) -> float:
+            probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0))
+            return probability * (most - recomputed_share(plan)) if probability >= TUNING.least_probability else 0.0
+
+        found = max(plans, key=expected, default=None)
+        return found if found is not None and expected(found) > 0 else None
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
