@@ -58,10 +58,11 @@ EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 
 
 def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
-        by_hand: Callable[[], Sequence[Plan]] = tuple) -> Plan:  # fmt: skip
+        by_hand: Callable[[], Sequence[Plan]] = tuple, known_share: float = math.inf) -> Plan:  # fmt: skip
     """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
 
-    Plans by hand (`jaxsub.search.by_hand`) are tried too. `InfeasibleBudgetError` if none of the planner's plans fits.
+    Plans by hand (`jaxsub.search.by_hand`) are tried too. Where something is known that fits and recomputes
+    `known_share` of a forward pass, only what recomputes less is compiled. `InfeasibleBudgetError` if no plan fits.
     """
     began = time.monotonic()
     plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)
@@ -69,20 +70,22 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
-    search = _Search(verifier, candidates, budget_bytes, effort, began)
+    search = _Search(verifier, candidates, budget_bytes, effort, began, known_share)
     partitions = candidates.ranked(budget_bytes)
     for cuts in partitions[:2]:
         search.run(cuts, budget_bytes / search.error)
         if search.best is not None:
             break
     search.by_hand(by_hand)
-    if search.best is None:
+    if search.best is None and known_share == math.inf:
         search.least()
         search.ease(partitions[0])
     if plain.measurement is None and predicted_bytes(plain) <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget)
+    if search.best is None and search.least_seen is None:
+        raise _nothing_less(known_share, budget_bytes)
     if search.best is None:
         raise _infeasible(verifier, search.least_seen, plain, budget_bytes)
     return _finished(verifier, search.best, plain, budget)
@@ -99,6 +102,7 @@ class _Search:
     budget_bytes: int
     effort: Effort
     began: float
+    known_share: float = math.inf
     best: Plan | None = None
     least_seen: Plan | None = None
     errors: list[float] = field(default_factory=list)
@@ -107,6 +111,11 @@ class _Search:
     def error(self) -> float:
         """By what factor even the best of the predictions so far was too low; 1 where one was not."""
         return max(1.0, min(self.errors, default=1.0))
+
+    @property
+    def most_share(self) -> float:
+        """What the best that is known to fit recomputes, of this program or another; infinite where nothing is."""
+        return min(self.known_share, recomputed_share(self.best) if self.best else math.inf)
 
     def ease(self, cuts: Partition) -> None:
         """Where only the least plan fits, by recomputing much, look between it and the budget."""
@@ -147,10 +156,10 @@ class _Search:
         """Whether a plan is worth a compile: none fits yet, or it is predicted to spare enough beside the best."""
         if self.verifier.is_known(plan):
             return True
-        if self.best is None:
+        if self.most_share == math.inf:
             return self.verifier.compiles < TUNING.most_compiles - TUNING.least_compiles
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        spared = recomputed_share(self.best) - recomputed_share(plan)
+        spared = self.most_share - recomputed_share(plan)
         if is_long or spared <= self.effort.gain or self.verifier.compiles >= TUNING.most_compiles:
             return False
         left = self.effort.max_seconds - (time.monotonic() - self.began)
@@ -168,7 +177,7 @@ class _Search:
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        if self.best is not None and (is_long or recomputed_share(self.best) <= self.effort.gain_by_hand):
+        if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
             return
         if not (every := make()) or not (left := self._recompute_less(every)):
             return
@@ -196,17 +205,17 @@ class _Search:
         Beside a plan that fits that is the one of which most is expected. Before one fits it is the least, if that may
         fit: a head that holds the peak may fuse, and take half of what the least needs.
         """
-        if self.best is not None and (found := self._most_expected(plans, limit)):
+        if self.most_share < math.inf and (found := self._most_expected(plans, limit)):
             return found
         first = min(plans, key=predicted_bytes)
         head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
-        error = TUNING.prediction_error if self.best is None else 1.0
+        error = TUNING.prediction_error if self.most_share == math.inf else 1.0
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
     def _most_expected(self, plans: Sequence[Plan], limit: float) -> Plan | None:
         """The plan that spares most, times the probability that it fits; `None` where none is likely enough to."""
-        share, most = self.verifier.pricer.share, recomputed_share(self.best) if self.best else math.inf
+        share, most = self.verifier.pricer.share, self.most_share
 
         def expected(plan: Plan) -> float:
             probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0))
@@ -217,7 +226,7 @@ class _Search:
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
-        most = recomputed_share(self.best) - self.effort.gain_by_hand if self.best else math.inf
+        most = self.most_share - self.effort.gain_by_hand
         return [plan for plan in plans if recomputed_share(plan) < most]
 
     def least(self) -> None:
@@ -278,7 +287,7 @@ def _fitting_probability(share: float) -> float:
     """How probable it is that what is predicted to need this share of a limit fits, errors falling off exponentially.
 
     Example:
-        >>> [_fitting_probability(share) for share in (0.97, 1.0, 1.03)]
+        >>> [round(_fitting_probability(share), 2) for share in (0.97, 1.0, 1.03)]
         [0.75, 0.5, 0.25]
     """
     tail: float = 0.5 ** (1 + abs(share - 1) / TUNING.median_error)
@@ -292,6 +301,14 @@ def _regions(plan: Plan) -> object:
 
 def _needed(plan: Plan | None) -> int:
     return plan.measurement.temp_bytes if plan and plan.measurement else 0
+
+
+def _nothing_less(known_share: float, budget_bytes: int) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"No plan that may fit recomputes less than {known_share:.0%} of a forward pass, as one that fits does.",
+        requested_bytes=budget_bytes,
+        least_bytes=0,
+    )
 
 
 def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_bytes: int) -> InfeasibleBudgetError:

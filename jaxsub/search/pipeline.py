@@ -202,8 +202,11 @@ class Planning:
             self.share = min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
         return self.share
 
-    def whole(self, program: Program, budget: Budget, is_trusted: bool) -> Plan:
-        """Plan a program for a budget, as it stands; where told so, by prediction alone."""
+    def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
+        """Plan a program for a budget, as it stands; where told so, by prediction alone.
+
+        With `known_share` only what recomputes less of a forward pass is compiled.
+        """
         settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
         verifier.compiles = 0
         overrides = settings.overrides
@@ -215,7 +218,7 @@ class Planning:
         elif is_trusted or settings.verify is False:
             plan = _trusted(candidates, budget)
         else:
-            plan = self._fitted(verifier, candidates, budget, overrides)
+            plan = self._fitted(verifier, candidates, budget, overrides, known_share)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
         if settings.bound and not is_trusted:
@@ -231,7 +234,7 @@ class Planning:
         return plan.replace(plain_prediction=plain.prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
-                overrides: Mapping[str, int]) -> Plan:  # fmt: skip
+                overrides: Mapping[str, int], known_share: float) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
         settings = self.settings
         effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
@@ -240,7 +243,7 @@ class Planning:
             n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
         by_hand = partial(plans_by_hand, verifier.pricer.program, self.target.gpu) if is_open else tuple
-        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand)
+        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand, known_share)
         if overrides and not _fits(_with_overrides(verifier, plan, overrides, budget), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
             plan = fit(verifier, candidates, budget, less_bytes, effort)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Inside, Slices
@@ -27,8 +28,14 @@ from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
 
-Whole = Callable[[Program, Budget, bool], Plan]
-"""Plans a program for a budget, as it stands; where told so, by prediction alone."""
+
+class Whole(Protocol):
+    """Plans a program for a budget, as it stands; where told so, by prediction alone."""
+
+    def __call__(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = ..., /) -> Plan:
+        """Return the plan; with `known_share` one that recomputes less of a forward pass, or a refusal."""
+        ...
+
 
 Runs = tuple[Slices, ...]
 
@@ -116,6 +123,7 @@ class _Search:
     budget: Budget
     is_asked: bool
     whole: Whole
+    known_share: float = field(init=False, default=math.inf)
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
     predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
@@ -135,12 +143,14 @@ class _Search:
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
+            self.known_share = math.inf if self.is_asked else min(map(_cost, self.plans), default=math.inf)
             for runs in dict.fromkeys((self._fewest(found[1]), found[1])):
                 if self._try(runs):
                     if (fewer := self._fewest(runs, self.plans[-1])) != runs:
                         self._try(fewer)
                     break
         if WHOLE in sets and self._may_err():
+            self.known_share = math.inf if self.is_asked else min(map(_cost, self.plans), default=math.inf)
             self._try(WHOLE)
 
     @property
@@ -224,7 +234,7 @@ class _Search:
     def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
         """Plan with some runs in slices; a prediction is made once."""
         if not is_trusted:
-            return _in_slices(self.program, runs, budget, self.whole, is_trusted)
+            return _in_slices(self.program, runs, budget, self.whole, is_trusted, self.known_share)
         key = runs, budget
         if key not in self.predicted:
             try:
@@ -316,7 +326,8 @@ def _need(plan: Plan) -> int:
     return found.temp_bytes if found is not None else 0
 
 
-def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool) -> Plan:
+def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool,
+               known_share: float = math.inf) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
     A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget. What is
@@ -324,9 +335,10 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     """
     n_bytes, needed = budget.n_bytes, 0
     if not runs:
-        return whole(program, budget, is_trusted)
+        return whole(program, budget, is_trusted, known_share)
     if n_bytes is None or not is_whole_function(program, runs):
-        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
+        known_share -= _slowed(runs) + sum(run.extra_share for run in runs)
+        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share), budget)
     refusals: list[InfeasibleBudgetError] = []
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass
     for _ in range(TUNING.slice_corrections):
