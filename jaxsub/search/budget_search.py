@@ -205,11 +205,12 @@ class _Search:
         Beside a plan that fits that is the one of which most is expected. Before one fits it is the least, if that may
         fit: a head that holds the peak may fuse, and take half of what the least needs.
         """
-        if self.most_share < math.inf and (found := self._most_expected(plans, limit)):
+        found = self._most_expected(plans, limit) if self.most_share < math.inf else None
+        if found is not None or self.known_share < math.inf:
             return found
         first = min(plans, key=predicted_bytes)
         head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
-        error = TUNING.prediction_error if self.most_share == math.inf else 1.0
+        error = TUNING.prediction_error if self.best is None else 1.0
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 

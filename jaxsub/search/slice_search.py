@@ -174,16 +174,13 @@ class _Search:
         """Whether the program without slices is predicted to need far more than the budget."""
         return self._said()[1] > TUNING.plain_far * self.n_bytes
 
-    def _least_share(self) -> float:
-        """What the program without slices is predicted to recompute, if it fits at all."""
-        share, least_bytes = self._said()
-        return recomputed_share(self._planned(WHOLE, Budget(least_bytes), True)) if least_bytes else share
-
     def _may_err(self) -> bool:
-        """Whether the program without slices may fit though it is predicted not to, and nothing found is better."""
+        """Whether the program without slices may fit though it is predicted not to, by hand perhaps.
+
+        Where something was found, only what recomputes less is compiled.
+        """
         if self.plans:
-            found = min(map(_cost, self.plans))
-            return found > TUNING.little_recompute and not self._is_far() and self._least_share() < found
+            return min(map(_cost, self.plans)) > TUNING.little_recompute and not self._is_far()
         return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
 
     def _bounded(self) -> Budget:
