@@ -307,7 +307,10 @@ def plan_from_runs(
 def decisions_of(
     chain: Chain, runs: Sequence[Run]
 ) -> tuple[tuple[Segment, ...], tuple[int, ...], tuple[ControlFlow, ...]]:
-    """The segments, barriers and ways of control flow that a planner's runs stand for; `PlannerError` as above."""
+    """Turn a planner's runs into segments, barriers, and ways of loops and conditionals, all over nodes.
+
+    `PlannerError` if the runs do not hold together.
+    """
     check_runs(chain, runs)
     segments = _moved([s for run in runs for s in _segments(chain, run)])
     barriers = sorted({chain.stages[start].start for start in _barriers(runs)} - {0})

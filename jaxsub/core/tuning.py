@@ -38,16 +38,16 @@ class Tuning:
         large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
         least_slack: A plan that needs this share more than the least may recompute far less.
         most_compiles: Whole programs that are compiled in one search.
-        by_hand_compiles: Plans by hand that are: where none fits yet the one predicted least, else the one that most is
-            expected of; then the cheapest that fit by what was measured: what they have in common, as a loss head, errs
-            alike.
+        by_hand_compiles: Plans by hand that are: first the one with the largest expected gain, or, where nothing fits
+            yet, the one predicted least; then the cheapest that fit by what was measured, for what plans by hand have
+            in common, as a loss head, errs alike.
         long_equations: Programs of more are not compiled again only to look for something better than what fits.
         budget_margin: Share of the budget to aim below it; without it the search creeps up on the budget.
         heavy_recompute: Where only a least plan fits, and it recomputes more than this share of a forward pass, plans
             between it and the budget are tried.
         median_error: By so much predictions err in the median (`examples/results/prediction`), as often too low as too
             high: a plan that is predicted to need so much more than the budget fits one time in four.
-        least_probability: A plan by hand is compiled where it fits at least so probably.
+        least_probability: A plan by hand is compiled only where the probability that it fits is at least this.
         prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the

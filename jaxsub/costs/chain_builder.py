@@ -336,8 +336,7 @@ class Pricer:
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
         at_once = what == "last" and self.program.loss is not None
-        is_last = stop == len(self.program.eqns)
-        spare = loop_gradient_sizes(self.program.graph, start) if is_last and not self._is_cpu else ()
+        spare = loop_gradient_sizes(self.program.graph, start) if stop == len(self.program.eqns) else ()
         key = what, self._kind(start, stop), saved, at_once, spare
         if key not in self.prices.known:
             traced, gpu = self._run(start, stop)[0], self.target.gpu

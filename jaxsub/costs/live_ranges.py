@@ -59,12 +59,13 @@ def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], at_s
                 written: set[Any], *, n_late: int = 0, spare: Sequence[int] = ()) -> int:  # fmt: skip
     """Find the peak of a run's passes: on a CPU in its one order, on a GPU in the order that needs least.
 
-    A GPU adds contributions to sums of gradients as soon as they are made: they are not live at the end.
+    A GPU adds contributions to sums of gradients as soon as they are made: they are not live at the end. A CPU fills
+    the gradients that a loop writes with zeros when the program starts: they are not spare.
     """
     ends = lives.ends()
     if lives.gpu is None:
         order = schedule(kernels, (*traced.inputs, *at_start), True)
-        return peak_bytes(order, at_start, ends, free, written, spare)
+        return peak_bytes(order, at_start, ends, free, written)
     outputs = [lives.base(v) for v in (*traced.backward_outputs, *lives.outputs) if compat.is_var(v)]
     ends -= _added(traced, lives)
     kernels = joined(kernels, map(lives.base, lives.given), outputs)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr.shardings import sharding_of
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, remembered
 
 MOST_FOLDED = 45 * 2**20
 """Elements of the largest constant that XLA folds (`kMaximumConstantSizeElements`)."""
@@ -31,6 +31,7 @@ def known_constants(program: Program) -> dict[int, Any]:
             and math.prod(variable.aval.shape) <= MOST_FOLDED}  # fmt: skip
 
 
+@remembered
 def constants_key(program: Program) -> str:
     """What of known constants decides memory: which they are, and which repeat one value, that XLA broadcasts."""
     return repr({i: _is_uniform(const) for i, const in known_constants(program).items()})

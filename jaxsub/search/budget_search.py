@@ -195,17 +195,17 @@ class _Search:
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             fitting = [p for p in left if share * predicted_bytes(p) <= most]
-            plan = fitting[0] if fitting else self._most_expected(left, most)
+            plan = fitting[0] if fitting else self._largest_expected_gain(left, most)
             if plan is None:
                 return
 
     def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
 
-        Beside a plan that fits that is the one of which most is expected. Before one fits it is the least, if that may
+        Where a plan fits already, that is the one with the largest expected gain. Before, it is the least, if it may
         fit: a head that holds the peak may fuse, and take half of what the least needs.
         """
-        found = self._most_expected(plans, limit) if self.most_share < math.inf else None
+        found = self._largest_expected_gain(plans, limit) if self.most_share < math.inf else None
         if found is not None or self.known_share < math.inf:
             return found
         first = min(plans, key=predicted_bytes)
@@ -214,8 +214,8 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    def _most_expected(self, plans: Sequence[Plan], limit: float) -> Plan | None:
-        """The plan that spares most, times the probability that it fits; `None` where none is likely enough to."""
+    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float) -> Plan | None:
+        """The plan with the largest gain times the probability that it fits; `None` where none is likely to fit."""
         share, most = self.verifier.pricer.share, self.most_share
 
         def expected(plan: Plan) -> float:

@@ -250,7 +250,7 @@ def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
     rest = _traced(program, start, len(program.eqns))
     if rest is None:
         return 0
-    spare = loop_gradient_sizes(program.graph, start) if gpu is not None else ()
+    spare = loop_gradient_sizes(program.graph, start)
     return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu, spare=spare)
 
 

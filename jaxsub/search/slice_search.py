@@ -123,7 +123,6 @@ class _Search:
     budget: Budget
     is_asked: bool
     whole: Whole
-    known_share: float = field(init=False, default=math.inf)
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
     predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
@@ -143,15 +142,14 @@ class _Search:
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             sets.pop(found[1])
-            self.known_share = math.inf if self.is_asked else min(map(_cost, self.plans), default=math.inf)
+            known_share = self._least_cost()  # fewer slices are better at the same cost
             for runs in dict.fromkeys((self._fewest(found[1]), found[1])):
-                if self._try(runs):
+                if self._try(runs, known_share):
                     if (fewer := self._fewest(runs, self.plans[-1])) != runs:
-                        self._try(fewer)
+                        self._try(fewer, known_share)
                     break
         if WHOLE in sets and self._may_err():
-            self.known_share = math.inf if self.is_asked else min(map(_cost, self.plans), default=math.inf)
-            self._try(WHOLE)
+            self._try(WHOLE, self._least_cost())
 
     @property
     def n_bytes(self) -> int:
@@ -166,7 +164,7 @@ class _Search:
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
         try:
-            return recomputed_share(self._planned(WHOLE, self.budget, True)), 0
+            return recomputed_share(self._planned(WHOLE, self.budget)), 0
         except InfeasibleBudgetError as refused:
             return math.inf, refused.least_bytes
 
@@ -180,7 +178,7 @@ class _Search:
         Where something was found, only what recomputes less is compiled.
         """
         if self.plans:
-            return min(map(_cost, self.plans)) > TUNING.little_recompute and not self._is_far()
+            return self._least_cost() > TUNING.little_recompute and not self._is_far()
         return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
 
     def _bounded(self) -> Budget:
@@ -188,14 +186,14 @@ class _Search:
 
     def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
-        known = min(map(_cost, self.plans), default=self._said()[0] if WHOLE in sets else math.inf)
-        most = min(map(_cost, self.plans), default=math.inf) - TUNING.compile_gain
+        known = self._said()[0] if WHOLE in sets and not self.plans else self._least_cost()
+        most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
             if not self.is_asked and ((is_slow and self.plans) or known <= _least_gain(runs)):
                 continue
             try:
-                plan = self._planned(runs, self._corrected() if runs else self.budget, True)
+                plan = self._planned(runs, self._corrected() if runs else self.budget)
             except InfeasibleBudgetError as refused:
                 if not self.plans and (runs or self._may_err()):
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
@@ -228,14 +226,16 @@ class _Search:
                  if p.slices and p.prediction and p.measurement and not p.planner.startswith(BY_HAND)]  # fmt: skip
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
-    def _planned(self, runs: Runs, budget: Budget, is_trusted: bool) -> Plan:
-        """Plan with some runs in slices; a prediction is made once."""
-        if not is_trusted:
-            return _in_slices(self.program, runs, budget, self.whole, is_trusted, self.known_share)
+    def _least_cost(self) -> float:
+        """What the best plan that was found costs; infinite where there is none."""
+        return min(map(_cost, self.plans), default=math.inf)
+
+    def _planned(self, runs: Runs, budget: Budget) -> Plan:
+        """Plan with some runs in slices by prediction alone; that is done once."""
         key = runs, budget
         if key not in self.predicted:
             try:
-                self.predicted[key] = _in_slices(self.program, runs, budget, self.whole, is_trusted)
+                self.predicted[key] = _in_slices(self.program, runs, budget, self.whole, True)
             except InfeasibleBudgetError as refused:
                 self.predicted[key] = refused
         found = self.predicted[key]
@@ -252,20 +252,22 @@ class _Search:
         if self.budget == Budget() or not runs:
             return runs
         with contextlib.suppress(InfeasibleBudgetError):
-            now = self._planned(runs, self._corrected(), True)
+            now = self._planned(runs, self._corrected())
             plan, needs = plan or now, _need(now)
             room = max(1, int(self.n_bytes / TUNING.prediction_error) + needs - _need(plan))
             while needs <= room and (fewer := tuple(map(_halved, runs))) != runs:
-                found = self._planned(fewer, Budget(room), True)
+                found = self._planned(fewer, Budget(room))
                 if round(_cost(found), 3) > round(_cost(plan), 3):
                     break
                 runs, before, now = fewer, now, found
                 needs = 3 * _need(now) - 2 * _need(before)
         return runs
 
-    def _try(self, runs: Runs) -> bool:
+    def _try(self, runs: Runs, known_share: float = math.inf) -> bool:
+        """Plan with the compiler; only what recomputes less than `known_share`, unless slices were asked for."""
+        budget, most = self._bounded() if runs else self.budget, math.inf if self.is_asked else known_share
         try:
-            self.plans.append(self._planned(runs, self._bounded() if runs else self.budget, False))
+            self.plans.append(_in_slices(self.program, runs, budget, self.whole, False, most))
         except InfeasibleBudgetError as refused:
             self.refusals.append((refused, runs))
             return False
