@@ -9,10 +9,14 @@ halves (jax PR 4363), and each with one of JAX's policies, or one that saves wha
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -108,3 +112,18 @@ def cpu_flops(fun: Callable, args: tuple[Any, ...]) -> float | None:
 def traced_flops(fun: Callable, args: tuple[Any, ...]) -> float:
     """FLOPs of products and convolutions in the traced gradient, loops counted with their lengths."""
     return jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(fun))(*args)).arithmetic_flops
+
+
+def processor_seconds() -> float:
+    """Processor seconds of this process and of those that it started: helpers that compile for a GPU run on."""
+    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds)) + sum(_of_the_living())
+
+
+def _of_the_living() -> Iterator[float]:
+    """Yield the processor seconds of each process that this one has started and that has not ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended by now
+            found = path.read_text().rpartition(")")[2].split()
+            if int(found[1]) == os.getpid():
+                yield sum(map(int, found[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -16,7 +16,6 @@ traced products and convolutions, loops and slices with their lengths, relative 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from jaxsub.devices.targets import get_target
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from measuring import device, traced_flops  # noqa: E402
+from measuring import device, processor_seconds, traced_flops  # noqa: E402
 from programs import PROGRAMS  # noqa: E402
 from records import Cell, Measured, fill, keep_table, load, mib, options, over_budget, picked, tell  # noqa: E402
 
@@ -52,21 +51,6 @@ AIMS = {"cpu": (2.0, 4.0), "h100": (3.0, 6.0)}
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-def used() -> float:
-    """Processor seconds of this process and of those that it started: helpers that compile for a GPU run on."""
-    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds)) + sum(_of_the_living())
-
-
-def _of_the_living() -> Iterator[float]:
-    """Yield the processor seconds of each process that this one has started and that has not ended."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended by now
-            found = path.read_text().rpartition(")")[2].split()
-            if int(found[1]) == os.getpid():
-                yield sum(map(int, found[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
 def program(name: str, is_quick: bool) -> tuple[Any, tuple[Any, ...]]:
     """A loss and the shapes of its arguments."""
     loss, init = PROGRAMS[name](is_quick)
@@ -76,9 +60,9 @@ def program(name: str, is_quick: bool) -> tuple[Any, tuple[Any, ...]]:
 def compiled(name: str, is_quick: bool) -> dict[str, Any]:
     """What JAX takes to lower and compile the plain gradient, and what XLA says of it."""
     loss, args = program(name, is_quick)
-    start = used()
+    start = processor_seconds()
     built = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
-    seconds = used() - start
+    seconds = processor_seconds() - start
     flops = built.cost_analysis()["flops"]
     return {"used_at_start": start, "seconds": seconds, "flops": flops, "traced_flops": traced_flops(loss, args)}
 
@@ -86,9 +70,9 @@ def compiled(name: str, is_quick: bool) -> dict[str, Any]:
 def compiled_for(target: str, name: str, is_quick: bool) -> dict[str, Any]:
     """The plain gradient for a target: its bytes as plans are measured; seconds too where that is no CPU."""
     loss, args = program(name, is_quick)
-    start = used()
+    start = processor_seconds()
     found = jaxsub.measure(loss, *args, target=device(target))
-    return {"used_at_start": start, "seconds": used() - start, "bytes": found.temp_bytes}
+    return {"used_at_start": start, "seconds": processor_seconds() - start, "bytes": found.temp_bytes}
 
 
 def planned(target: str, name: str, is_quick: bool, budget: int, cache: str) -> dict[str, Any]:
@@ -98,14 +82,14 @@ def planned(target: str, name: str, is_quick: bool, budget: int, cache: str) -> 
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiles.append(seconds) if event == COMPILED else None
     )
-    start = used()
+    start = processor_seconds()
     began = time.perf_counter()
     try:
         plan = jaxsub.plan(loss, *args, budget=budget, target=device(target), cache=cache, progress=False)
     except jaxsub.InfeasibleBudgetError as refusal:
-        return {"used_at_start": start, "seconds": used() - start, "waited": time.perf_counter() - began,
+        return {"used_at_start": start, "seconds": processor_seconds() - start, "waited": time.perf_counter() - began,
                 "compiles": len(compiles), "budget": budget, "least_bytes": refusal.least_bytes}  # fmt: skip
-    found = {"used_at_start": start, "seconds": used() - start, "waited": time.perf_counter() - began}
+    found = {"used_at_start": start, "seconds": processor_seconds() - start, "waited": time.perf_counter() - began}
     measured = plan.measurement
     assert measured is not None
     found |= {"compiles": len(compiles), "budget": budget, "bytes": measured.temp_bytes, "regions": plan.n_regions}

@@ -3,7 +3,7 @@
 For each model a table and a panel of one picture: temporaries of the compiled gradient, FLOPs of its trace (products
 and attention), seconds by roofline; every policy a point, `jaxsub` the line. Where `jaxsub` refuses a policy's memory,
 or takes over half a percent more FLOPs there, the cell is bold: that is a bug. The last column says how long a plan
-takes, over the time in which the plain gradient is traced, lowered and compiled.
+takes: its processor seconds over those in which the plain gradient is traced, lowered and compiled.
 
     python examples/league/league.py --only llama3.2-1b     # one model, for an H100 that is not there
     python examples/league/league.py --hands                # the policies alone: a compile each
@@ -18,7 +18,6 @@ import argparse
 import re
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -37,6 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from decoder import loss_of, shapes  # noqa: E402
 from drawing import draw_points, legend, look, save  # noqa: E402
+from measuring import processor_seconds  # noqa: E402
 from policies import PLAIN, POLICIES, SIZES, WHOLE, Size  # noqa: E402
 from records import Cell, Measured, fill, keep_table, load, options, over_budget, picked, tell  # noqa: E402
 
@@ -90,10 +90,10 @@ def arguments(size: Size, target: str) -> tuple[Any, ...]:
 def hand(size: Size, policy: str, target: str) -> dict[str, Any]:
     """A policy, measured."""
     fun, args = loss_of(size, policy), arguments(size, target)
-    began = time.perf_counter()
+    began = processor_seconds()
     measured = jaxsub.measure(fun, *args, target=target)
-    seconds = time.perf_counter() - began
-    return {**figures(measured, fun, args, target), "waited": seconds}
+    seconds = processor_seconds() - began
+    return {**figures(measured, fun, args, target), "processor_seconds": seconds}
 
 
 def by_xla(size: Size, target: str, path: Path, key: str) -> dict[str, Any]:
@@ -111,14 +111,14 @@ def by_xla(size: Size, target: str, path: Path, key: str) -> dict[str, Any]:
 def ours(size: Size, policy: str, target: str, path: Path, key: str) -> dict[str, Any]:
     """`jaxsub` under the memory that a policy needs."""
     fun, args, budget = loss_of(size), arguments(size, target), load(path)[key]["bytes"]
-    began = time.perf_counter()
+    began = processor_seconds()
     try:
         plan = jaxsub.plan(fun, *args, budget=budget, target=target, cache=False, progress=False)
     except jaxsub.InfeasibleBudgetError as refusal:
         return {"budget_bytes": budget, "least_bytes": refusal.least_bytes}
-    seconds = time.perf_counter() - began
+    seconds = processor_seconds() - began
     found = figures(plan.measurement, jaxsub.sublinear(fun, plan=plan), args, target)
-    return {**found, "budget_bytes": budget, "planner": plan.planner, "waited": seconds}
+    return {**found, "budget_bytes": budget, "planner": plan.planner, "processor_seconds": seconds}
 
 
 def cells(name: str, target: str, path: Path, policies: tuple[str, ...], is_hands: bool) -> Iterator[Cell]:
@@ -153,7 +153,7 @@ def is_behind(cell: dict[str, Any], by_hand: dict[str, Any]) -> bool:
 def table(measured: Measured) -> None:
     """Print a table a model."""
     for (name, target), found in groups(measured).items():
-        plain, compile_seconds = found[PLAIN]["flops"], found[PLAIN].get("waited")
+        plain, compile_seconds = found[PLAIN]["flops"], found[PLAIN].get("processor_seconds")
         print(
             f"\n### {name}, {target}\n\n"
             "| policy | GiB | FLOPs | seconds by roofline | jaxsub: GiB | FLOPs | seconds | planning |"
@@ -163,12 +163,9 @@ def table(measured: Measured) -> None:
         for policy, cell in sorted(hands.items(), key=lambda item: -item[1]["bytes"]):
             row = f"| {policy} | {cell['bytes'] / GIB:.3g} | {cell['flops'] / plain:.3f} | {cell['seconds']:.3g} | "
             print(row + _ours_words(found.get(OURS + policy), cell, plain, compile_seconds))
-        if waits := [cell["waited"] for p, cell in found.items() if OURS in p and _is_timed(cell, found)]:
-            print(f"\nplanning: median {statistics.median(waits) / compile_seconds:.1f} plain compiles")
-
-
-def _is_timed(cell: dict[str, Any], found: Measured) -> bool:
-    return "waited" in cell and "waited" in found[PLAIN]
+        spent = [cell["processor_seconds"] for p, cell in found.items() if OURS in p and "processor_seconds" in cell]
+        if spent and compile_seconds:
+            print(f"\nplanning: median {statistics.median(spent) / compile_seconds:.1f} plain compiles")
 
 
 def _ours_words(
@@ -180,7 +177,8 @@ def _ours_words(
         return f"**refused: {cell['least_bytes'] / GIB:.3g}** | | | |"
     flops = f"{cell['flops'] / plain:.3f}"
     flops = f"**{flops}**" if is_behind(cell, by_hand) else flops
-    wait = f"{cell['waited'] / compile_seconds:.1f}" if compile_seconds and "waited" in cell else ""
+    spent = cell.get("processor_seconds")
+    wait = f"{spent / compile_seconds:.1f}" if compile_seconds and spent else ""
     return f"{cell['bytes'] / GIB:.3g} | {flops} | {cell['seconds']:.3g} | {wait} |"
 
 
