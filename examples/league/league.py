@@ -163,9 +163,9 @@ def table(measured: Measured) -> None:
         for policy, cell in sorted(hands.items(), key=lambda item: -item[1]["bytes"]):
             row = f"| {policy} | {cell['bytes'] / GIB:.3g} | {cell['flops'] / plain:.3f} | {cell['seconds']:.3g} | "
             print(row + _ours_words(found.get(OURS + policy), cell, plain, compile_seconds))
-        spent = [cell["processor_seconds"] for p, cell in found.items() if OURS in p and "processor_seconds" in cell]
-        if spent and compile_seconds:
-            print(f"\nplanning: median {statistics.median(spent) / compile_seconds:.1f} plain compiles")
+        took = [cell["processor_seconds"] for p, cell in found.items() if OURS in p and "processor_seconds" in cell]
+        if took and compile_seconds:
+            print(f"\nplanning: median {statistics.median(took) / compile_seconds:.1f} plain compiles")
 
 
 def _ours_words(
@@ -177,8 +177,8 @@ def _ours_words(
         return f"**refused: {cell['least_bytes'] / GIB:.3g}** | | | |"
     flops = f"{cell['flops'] / plain:.3f}"
     flops = f"**{flops}**" if is_behind(cell, by_hand) else flops
-    spent = cell.get("processor_seconds")
-    wait = f"{spent / compile_seconds:.1f}" if compile_seconds and spent else ""
+    took = cell.get("processor_seconds")
+    wait = f"{took / compile_seconds:.1f}" if compile_seconds and took else ""
     return f"{cell['bytes'] / GIB:.3g} | {flops} | {cell['seconds']:.3g} | {wait} |"
 
 

@@ -32,6 +32,7 @@ class Tuning:
         unrolled_equations: A scan's steps are written out up to so many equations.
         much_less: What a plan inside a body, or one that writes out a loop, must need of the next best to be looked at.
         body_plans: Plans inside a body that are combined with the ways to run its loop.
+        body_slots: Slots in which they are planned: one is far less than they must differ by (`much_less`).
         compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
         partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers. As
             much may be recomputed for a plan that leaves room, until one is measured.
@@ -47,7 +48,6 @@ class Tuning:
             between it and the budget are tried.
         median_error: By so much predictions err in the median (`examples/results/prediction`), as often too low as too
             high: a plan that is predicted to need so much more than the budget fits one time in four.
-        least_probability: A plan by hand is compiled only where the probability that it fits is at least this.
         prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
@@ -86,7 +86,7 @@ class Tuning:
     long_chain: int = 64
     natural_share: float = 0.9
     deepest: int = 12
-    alike: float = 0.01
+    alike: float = 0.005
     fewer: float = 0.8
     block_ratios: tuple[float, ...] = (math.sqrt(2), 2.0, 4.0)
     kept_shares: tuple[float, ...] = tuple(i / 12 for i in range(1, 12))
@@ -94,6 +94,7 @@ class Tuning:
     unrolled_equations: int = 512
     much_less: float = 0.85
     body_plans: int = 8
+    body_slots: int = 128
     compile_gain: float = 0.03
     partition_gain: float = 0.009
     large_stage: float = 0.25
@@ -104,7 +105,6 @@ class Tuning:
     budget_margin: float = 0.003
     heavy_recompute: float = 0.5
     median_error: float = 0.03
-    least_probability: float = 0.25
     prediction_error: float = 1.2
     least_compiles: int = 2
     packing: float = 0.12

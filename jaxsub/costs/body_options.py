@@ -21,7 +21,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import find_cuts
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.planners.optimal import solve
+from jaxsub.planners.optimal import Frontier, solve
 
 T = TypeVar("T")
 BodyChain = Callable[[Program, tuple[int, ...]], Chain]
@@ -55,12 +55,13 @@ def body_cuts(body: Program) -> tuple[int, ...]:
     return find_cuts(body.graph, required={node + after for node in nested for after in (0, 1)})
 
 
-def body_plans(body: Program, price: BodyChain) -> tuple[BodyPlan, ...]:
+def body_plans(body: Program, price: BodyChain, *, in_regions: bool = True) -> tuple[BodyPlan, ...]:
     """Plans for a body, those that nest in a region and those that do not.
 
     Args:
         body: The body of a loop, or a branch.
         price: Prices it, cut into stages.
+        in_regions: Whether to plan for a region around the body too.
 
     Returns:
         The plans, least FLOPs first; none for a body of one stage.
@@ -69,19 +70,23 @@ def body_plans(body: Program, price: BodyChain) -> tuple[BodyPlan, ...]:
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)
-    return (*_nested(chain), *_kept(chain))
+    return (*(_nested(chain) if in_regions else ()), *_kept(chain))
 
 
 def _nested(chain: Chain) -> Iterator[BodyPlan]:
     items = (Item(i.start, i.stop, tuple(o for o in i.options if may_nest(chain, o))) for i in chain.items)
     nestable = replace(chain, items=tuple(i for i in items if i.options))
-    found = (_Costs(0, n_bytes, flops, runs) for n_bytes, flops, runs in solve(nestable).frontier())
-    for costs in _thinned(found):
+    for costs in _thinned(_Costs(0, n_bytes, flops, runs) for n_bytes, flops, runs in _frontier(nestable)):
         yield BodyPlan(_inside(nestable, costs.runs), True, 0, costs.transient_bytes, costs.recompute_flops)
 
 
+def _frontier(chain: Chain) -> Frontier:
+    """Plans of a chain, at no finer steps than `_thinned` tells apart."""
+    return solve(chain, slots=TUNING.body_slots).frontier(TUNING.body_plans)
+
+
 def _kept(chain: Chain) -> Iterator[BodyPlan]:
-    for costs in _thinned(_costs(chain, runs) for _, _, runs in solve(chain).frontier()):
+    for costs in _thinned(_costs(chain, runs) for _, _, runs in _frontier(chain)):
         yield BodyPlan(_inside(chain, costs.runs), False, costs.kept_bytes, costs.transient_bytes,
                        costs.recompute_flops)  # fmt: skip
 

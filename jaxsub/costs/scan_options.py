@@ -162,17 +162,15 @@ def loop_choices(
 
 
 def _unrolled(program: Program, node: int, body_chain: BodyChain) -> Iterator[LoopChoice]:
-    """Unroll all steps of a short loop and plan them like any program."""
+    """Unroll all steps of a short loop and plan them like any program; a region around them is an option of its own."""
     eqn, body = program.eqns[node], body_program(program, node)
     (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
     if find_loops(body) or length * len(body.eqns) > TUNING.unrolled_equations:
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
-    forward = sum(n.flops for n in steps.graph.nodes)
-    for plan in body_plans(steps, body_chain):
-        loop = Loop(node, is_recomputed=plan.is_region, inside=plan.inside, unrolled=length)
-        flops = plan.recompute_flops + forward * plan.is_region
-        yield LoopChoice(loop, plan.kept_bytes, max(plan.kept_bytes, plan.transient_bytes), flops)
+    for plan in body_plans(steps, body_chain, in_regions=False):
+        loop = Loop(node, inside=plan.inside, unrolled=length)
+        yield LoopChoice(loop, plan.kept_bytes, max(plan.kept_bytes, plan.transient_bytes), plan.recompute_flops)
 
 
 def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:

@@ -32,6 +32,7 @@ from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.select import infeasible
 from jaxsub.planners.split_regions import split_regions
 
+Frontier = tuple[tuple[int, float, tuple[Run, ...]], ...]
 HEADROOM = 1.06  # tables reach so far over the budget: rounding up makes plans look larger than they are
 RUNG = 0.8  # each scale's maximum over the one before: budgets get between this share of the slots and all of them
 OVERLAP = 1.12  # near a rung both scales are searched, so that rounding cannot make a larger budget slower
@@ -102,7 +103,7 @@ class Solution:
         """Find the runs of least predicted peak that recompute at most one forward pass: the paper's default."""
         return self._least(TUNING.natural_share * self.chain.forward_flops)
 
-    def frontier(self, points: int = 24) -> tuple[tuple[int, float, tuple[Run, ...]], ...]:
+    def frontier(self, points: int = 24) -> Frontier:
         """List predicted bytes, extra FLOPs and runs of the Pareto-optimal plans, by rising bytes.
 
         Args:

@@ -78,8 +78,8 @@ def is_better(plan: Plan, than: Plan) -> bool:
     """Tell whether to prefer a measured plan to another, where both fit.
 
     The plan that recomputes less is better, then the one that needs less memory. Where the FLOPs of the whole gradients
-    differ by at most a percent, a plan of clearly fewer regions, which compiles sooner, is better if it needs no more
-    memory: otherwise a smaller budget would find a plan that recomputes less.
+    differ by at most half a percent, a plan of clearly fewer regions, which compiles sooner, is better if it needs no
+    more memory: otherwise a smaller budget would find a plan that recomputes less.
     """
     (work, extra), (other_work, other_extra) = _work(plan), _work(than)
     if abs(work - other_work) <= TUNING.alike * min(work, other_work):

@@ -175,7 +175,11 @@ class _Search:
         return measurement
 
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
-        """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too."""
+        """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too.
+
+        One that needs far more than was predicted says nothing of those that are predicted to need less: buffers of
+        gradients may host what two values save and not what three do. Others then err by up to half as much.
+        """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
             return
@@ -187,15 +191,19 @@ class _Search:
         plan = self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
         if plan is None:
             return
+        error = TUNING.median_error
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
+            error = max(error, (_needed(plan) / (share * predicted_bytes(plan)) - 1) / 2)
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
+            if bracket.high and bracket.high[1] > (1 + TUNING.median_error) * bracket.limit:
+                left = [p for p in left if share * predicted_bytes(p) < bracket.high[0]]
             fitting = [p for p in left if share * predicted_bytes(p) <= most]
-            plan = fitting[0] if fitting else self._largest_expected_gain(left, most)
+            plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
             if plan is None:
                 return
 
@@ -214,16 +222,17 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float) -> Plan | None:
-        """The plan with the largest gain times the probability that it fits; `None` where none is likely to fit."""
+    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float,
+                               error: float = TUNING.median_error) -> Plan | None:  # fmt: skip
+        """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile."""
         share, most = self.verifier.pricer.share, self.most_share
 
         def expected(plan: Plan) -> float:
-            probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0))
-            return probability * (most - recomputed_share(plan)) if probability >= TUNING.least_probability else 0.0
+            probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
+            return round(probability * (most - recomputed_share(plan)), 3)
 
         found = max(plans, key=expected, default=None)
-        return found if found is not None and expected(found) > 0 else None
+        return found if found is not None and expected(found) > self.effort.gain_by_hand else None
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
@@ -284,14 +293,16 @@ class _Search:
             low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
 
 
-def _fitting_probability(share: float) -> float:
-    """How probable it is that what is predicted to need this share of a limit fits, errors falling off exponentially.
+def _fitting_probability(share: float, error: float = TUNING.median_error) -> float:
+    """How probable it is that what is predicted to need this share of a limit fits.
+
+    Errors fall off exponentially, half of them at `error`.
 
     Example:
         >>> [round(_fitting_probability(share), 2) for share in (0.97, 1.0, 1.03)]
         [0.75, 0.5, 0.25]
     """
-    tail: float = 0.5 ** (1 + abs(share - 1) / TUNING.median_error)
+    tail: float = 0.5 ** (1 + abs(share - 1) / error)
     return tail if share > 1 else 1 - tail
 
 

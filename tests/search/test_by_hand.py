@@ -137,11 +137,11 @@ def test_the_memory_of_a_policy_is_met_at_its_flops():
     assert flops(jaxsub.sublinear(fun, plan=plan), args) <= 1.005 * flops(written, args)
 
 
-def tried(budget, needs, best=None, is_head=False):
+def tried(budget, needs, best=None, is_head=False, said=()):
     """Which plans of a row are compiled under a budget, the most recomputed last, and which is taken.
 
-    Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need eight more; with
-    `is_head`, because of what follows the last region.
+    Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need what `said` says, or
+    eight more than it needs; with `is_head`, because of what follows the last region.
     """
     compiled = []
 
@@ -158,7 +158,7 @@ def tried(budget, needs, best=None, is_head=False):
     search = _Search(verifier, None, budget, Effort(), 0.0)
     if best is not None:
         search.best = plan(best, budget).replace(measurement=Measurement(budget, 0, 0, 0, None, 0.0, "cpu"))
-    search.by_hand(lambda: [plan(i, n_bytes + 8) for i, n_bytes in enumerate(needs)])
+    search.by_hand(lambda: [plan(i, n_bytes) for i, n_bytes in enumerate(said or [n + 8 for n in needs])])
     return compiled, search.best and float(search.best.planner)
 
 
@@ -181,6 +181,11 @@ def tried(budget, needs, best=None, is_head=False):
 def test_plans_by_hand_are_compiled_few_times(budget, best, wanted):
     """The least, then the cheapest that fits by what was measured; only what recomputes less than the best."""
     assert tried(budget, [50, 38, 30, 20, 14, 10], best) == wanted
+
+
+def test_one_that_needs_far_more_than_predicted_does_not_speak_for_the_others():
+    """One that is predicted to need as much as what is far too large is not tried; those below it are."""
+    assert tried(100, [200, 140, 140, 100, 100], 8, said=[190, 93, 93, 90, 86]) == ([1, 3], 3)
 
 
 def test_a_head_that_holds_the_peak_may_fuse():
