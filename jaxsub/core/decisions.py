@@ -162,8 +162,7 @@ class Loop:
         kept_steps: How many of the last steps are outside all blocks and keep their residuals.
         kept_saved: Saved values of each of those, in a region of its own; `None` for no region.
         inside: How its body runs.
-        unrolled: How many steps are unrolled into one: everything above is then about those, and offsets and `inside`
-            are those of all of them. It divides the number of steps.
+        is_unrolled: Whether all steps are unrolled into one program: `inside` is a plan of that, the rest unset.
     """
 
     node: int
@@ -173,7 +172,7 @@ class Loop:
     kept_steps: int = 0
     kept_saved: tuple[int, ...] | None = None
     inside: Inside = Inside()
-    unrolled: int = 1
+    is_unrolled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,7 @@ class Pricer:
             loop, flops = replace(c.loop, node=0), c.recompute_flops
             seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
             # the zeros that a loop stacks values in are made when a CPU's program starts: no region spares them
-            is_hoisted = self._is_cpu and isinstance(c, LoopChoice) and c.loop.unrolled == 1
+            is_hoisted = self._is_cpu and isinstance(c, LoopChoice) and not c.loop.is_unrolled
             if isinstance(c, LoopChoice) or not c.is_region:
                 kept = min(c.kept_bytes, c.transient_bytes)
                 yield Option((), kept, c.transient_bytes, flops, seconds, (loop,), flops, False, seconds,

@@ -169,7 +169,7 @@ def _unrolled(program: Program, node: int, body_chain: BodyChain) -> Iterator[Lo
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
     for plan in body_plans(steps, body_chain, in_regions=False):
-        loop = Loop(node, inside=plan.inside, unrolled=length)
+        loop = Loop(node, inside=plan.inside, is_unrolled=True)
         yield LoopChoice(loop, plan.kept_bytes, max(plan.kept_bytes, plan.transient_bytes), plan.recompute_flops)
 
 

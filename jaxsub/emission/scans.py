@@ -131,18 +131,19 @@ def _at_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _at(*primals), tangents[2]
 
 
-def written_out(program: Program, loop: Loop) -> tuple[Program, int]:
-    """The body of a loop, several steps written out as one where it says so, and how many values it carries."""
+def body_of(program: Program, loop: Loop) -> tuple[Program, int]:
+    """The body of a loop, or all its steps where they are unrolled, and how many values it carries."""
     eqn, body = program.eqns[loop.node], body_program(program, loop.node)
     n_consts, n_carry = compat.scan_sizes(eqn)
-    if loop.unrolled > 1:
-        body = unrolled(body, len(body.consts) + n_consts, n_carry, loop.unrolled, reverse=eqn.params["reverse"])
+    if loop.is_unrolled:
+        params = eqn.params
+        body = unrolled(body, len(body.consts) + n_consts, n_carry, params["length"], reverse=params["reverse"])
     return body, n_carry
 
 
 def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values], tuple[int, int]]:
     """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
-    body, n_carry = written_out(program, loop)
+    body, n_carry = body_of(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
     step = _step(body, n_carry, loop.inside, loop.saved)
     step = _region(step, loop.saved, prevent_cse=False) if loop.is_recomputed else step
@@ -166,43 +167,32 @@ class _Scan:
 
     @classmethod
     def of(cls, program: Program, loop: Loop) -> _Scan:
-        eqn, (body, n_carry) = program.eqns[loop.node], written_out(program, loop)
+        eqn, (body, n_carry) = program.eqns[loop.node], body_of(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
         is_split = bool(loop.blocks or loop.kept_steps)
-        is_region = loop.is_recomputed or loop.unrolled == eqn.params["length"]
-        plain = _step(body, n_carry, loop.inside, loop.saved, holds_weights=is_region)
+        plain = _step(body, n_carry, loop.inside, loop.saved, holds_weights=loop.is_recomputed or loop.is_unrolled)
         named = _step(body, n_carry, Inside(), loop.kept_saved)
         step = _indexed(plain, n_consts) if is_split else plain
         if loop.kept_saved is not None:
             # a loop of one step is none to the compiler
             named = _region(_indexed(named, n_consts), loop.kept_saved, prevent_cse=loop.kept_steps == 1)
-        if loop.is_recomputed:  # in a loop CSE finds nothing equal, elsewhere it must be prevented
-            step = _region(step, loop.saved, prevent_cse=loop.unrolled == eqn.params["length"])
+        if loop.is_recomputed:  # in a loop CSE finds nothing equal
+            step = _region(step, loop.saved, prevent_cse=False)
         return cls(eqn, loop, step, named)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
         consts, rest = tuple(args[:n_consts]), tuple(args[n_consts:])
         carry, xs = rest[:n_carry], rest[n_carry:]
-        if self.loop.unrolled > 1:
-            return self._unrolled(consts, carry, xs)
-        carry, ys = self._run(consts, carry, xs, self.eqn.params["length"])
+        if self.loop.is_unrolled:
+            carry, ys = self.step(consts, carry, xs)
+        else:
+            carry, ys = self._run(consts, carry, xs)
         return (*carry, *ys)
 
-    def _unrolled(self, consts: Values, carry: Values, xs: Values) -> Values:
-        """Run all steps, several unrolled into one; if that is all of them, without a loop."""
-        n_once = self.loop.unrolled
-        n = self.eqn.params["length"] // n_once
-        if n == 1:
-            carry, ys = self.step(consts, carry, xs)
-            return (*carry, *ys)
-        grouped = tuple(x.reshape((n, n_once, *x.shape[1:])) for x in xs)
-        carry, ys = self._run(consts, carry, grouped, n)
-        return (*carry, *(y.reshape((n * n_once, *y.shape[2:])) for y in ys))
-
-    def _run(self, consts: Values, carry: Values, xs: Values, length: int) -> tuple[Values, Values]:
+    def _run(self, consts: Values, carry: Values, xs: Values) -> tuple[Values, Values]:
         """Run all steps."""
-        loop = self.loop
+        loop, length = self.loop, self.eqn.params["length"]
         if not loop.blocks and not loop.kept_steps:
             return self._scan(self.step, consts, carry, xs, length)
         n_head = length - loop.kept_steps
@@ -243,7 +233,7 @@ class _Scan:
         params = self.eqn.params
         more = {"_split_transpose": True} if params.get("_split_transpose") else {}
         return jax.lax.scan(lambda c, x: step(consts, c, x), carry, xs, length, reverse=params["reverse"],
-                            unroll=max(1, min(params["unroll"] // self.loop.unrolled, length)), **more)  # fmt: skip
+                            unroll=max(1, min(params["unroll"], length)), **more)  # fmt: skip
 
     def _parts(self, xs: Values, n_head: int, length: int) -> tuple[Values, Values]:
         """Split xs into those of the first `n_head` steps to run and those of the others."""

@@ -92,7 +92,7 @@ def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
     traced = _traced(body, step)
     carry = range(n_consts, n_consts + n_carry)
     saved, carried = _saved(traced, carry), sum(aval_bytes(body.invars[i].aval) for i in carry)
-    length = program.eqns[loop.node].params["length"] // loop.unrolled
+    length = 1 if loop.is_unrolled else program.eqns[loop.node].params["length"]
     n = length - loop.kept_steps
     sizes = [n, *(b for b in loop.blocks if b < n)]
     stored = sum(-(-a // b) * carried for a, b in pairwise(sizes)) + sizes[-1] * sum(h.n_bytes * h.count for h in saved)
@@ -102,7 +102,7 @@ def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
         kept = _saved(_traced(*step_of(program, last)[:2]), carry)
         stored += loop.kept_steps * sum(h.n_bytes * h.count for h in kept)
     node = program.graph.nodes[loop.node]
-    inner = tuple(_loops(body, loop.inside.ways, target)) if loop.unrolled == 1 else ()
+    inner = tuple(_loops(body, loop.inside.ways, target)) if not loop.is_unrolled else ()
     words = " ".join(part for part in (f"{node.scope}:" if node.scope else "", "scan", node.source) if part)
     return _steps("loop", loop.node, words, length, body, traced, target, saved, stored, inner)
 

@@ -16,7 +16,7 @@ from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
 from jaxsub.core.tuning import TUNING
 from jaxsub.emission.folding import in_slices
-from jaxsub.emission.scans import body_program, branch_programs, written_out
+from jaxsub.emission.scans import body_of, body_program, branch_programs
 from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program
 
@@ -111,17 +111,17 @@ def _way_faults(program: Program, way: ControlFlow) -> Iterator[str]:
 def _loop_faults(program: Program, eqn: Any, loop: Loop) -> Iterator[str]:
     """What is wrong with numbers of steps; then, where those are right, with what is inside a step."""
     length, body = int(eqn.params["length"]), body_program(program, loop.node)
-    most = max(TUNING.unrolled_equations, len(body.eqns))
-    if loop.unrolled < 1 or length % loop.unrolled or loop.unrolled * len(body.eqns) > most:
-        yield f"{loop.unrolled} of {length} steps cannot be written out as one"
+    if loop.is_unrolled and length * len(body.eqns) > max(TUNING.unrolled_equations, len(body.eqns)):
+        yield f"{length} steps of {len(body.eqns)} equations are too many to be unrolled"
         return
-    n_steps = length // loop.unrolled
+    if loop.is_unrolled and loop != Loop(loop.node, inside=loop.inside, is_unrolled=True):
+        yield "unrolled steps have no blocks, and no regions but those of the plan inside"
     sizes = loop.blocks
-    if not all(a > b for a, b in zip((n_steps + 1, *sizes), (*sizes, 0), strict=True)):
-        yield f"{n_steps} steps do not fall into blocks of {list(sizes)}"
-    if not 0 <= loop.kept_steps <= n_steps or (loop.unrolled == length and (sizes or loop.kept_steps)):
-        yield f"of {n_steps} steps {loop.kept_steps} are kept"
-    body, _ = written_out(program, loop)
+    if not all(a > b for a, b in zip((length + 1, *sizes), (*sizes, 0), strict=True)):
+        yield f"{length} steps do not fall into blocks of {list(sizes)}"
+    if not 0 <= loop.kept_steps <= length:
+        yield f"of {length} steps {loop.kept_steps} are kept"
+    body, _ = body_of(program, loop)
     n_made = len(body.graph.values) - len(body.invars)
     if not all(0 <= v < n_made for v in (*loop.saved, *(loop.kept_saved or ()))):
         yield f"a step saves values that are not among the {n_made} it makes"

@@ -34,6 +34,7 @@ MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "copy")
 UNSAID = (
     ("blocks", "a loop runs in blocks of steps"),
     ("kept_steps", "a loop's last steps are kept"),
+    ("is_unrolled", "a loop is unrolled"),
 )
 
 
@@ -135,8 +136,6 @@ def _unsaid(program: Program, plan: Plan) -> Iterator[str]:
             yield "the branches of a conditional have regions of their own"
             continue
         yield from (words for field, words in UNSAID if getattr(loop, field))
-        if loop.unrolled > 1:
-            yield "steps of a loop are written out"
         if loop.inside.segments or loop.inside.ways or loop.inside.barriers:
             yield "a loop's body has regions or gradient barriers of its own"
     if any(s.children for s in plan.segments):

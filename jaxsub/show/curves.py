@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from jaxsub.core.budget import format_bytes
-from jaxsub.core.decisions import Loop
 from jaxsub.core.figures import recomputed_share as recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.steps import Steps
@@ -106,7 +105,7 @@ def bars(plan: Plan) -> tuple[Bar, ...]:
     regions = (bar for s in plan.timeline.spans for bar in _span_bars(plan.timeline, s, times))
     return (
         *regions,
-        *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, n_steps(plan, steps), times)),
+        *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, steps.length, times)),
     )
 
 
@@ -129,11 +128,6 @@ def phase_bars(timeline: StageTimeline) -> tuple[Bar, ...]:
     )
 
 
-def n_steps(plan: Plan, steps: Steps) -> int:
-    """How many steps a loop has, those that are written out as one counted one by one."""
-    return steps.length * next((w.unrolled for w in plan.loops if isinstance(w, Loop) and w.node == steps.node), 1)
-
-
 def steps_a_mark(n: int) -> int:
     """How many of a loop's steps one mark in a picture is."""
     return -(-n // MOST_MARKS)
@@ -141,7 +135,7 @@ def steps_a_mark(n: int) -> int:
 
 def marks_words(plan: Plan) -> str:
     """What the marks of a picture are, where they are not regions or not single steps."""
-    loops = [n for steps in plan.steps if steps.kind == "loop" and (n := n_steps(plan, steps)) > 1]
+    loops = [n for steps in plan.steps if steps.kind == "loop" and (n := steps.length) > 1]
     if not loops or plan.timeline is None:
         return ""
     many = max(map(steps_a_mark, loops))

@@ -104,11 +104,12 @@ def ways_lines(ways: Sequence[ControlFlow], opened: Sequence[Steps], indent: str
 
 def loop_words(way: Loop, steps: Steps | None) -> str:
     """How a loop runs."""
-    words = [f"{way.unrolled} steps at a time written out as one"] if way.unrolled > 1 else []
+    words = ["unrolled"] if way.is_unrolled else []
     words += [f"blocks of {' of '.join(map(str, way.blocks))} steps"] if way.blocks else []
     words += ["each step recomputed"] if way.is_recomputed else []
     words += [f"the last {way.kept_steps} steps kept"] if way.kept_steps else []
-    words += [f"in a step {_inside_words(way.inside)}"] if way.inside.segments or way.inside.barriers else []
+    if way.inside.segments or way.inside.barriers:
+        words.append(f"{'' if way.is_unrolled else 'in a step '}{_inside_words(way.inside)}")
     where = f"equation {way.node}" if steps is None else steps.label
     return f"{where}{f', {steps.length} steps' if steps and steps.length > 1 else ''}: {'; '.join(words) or 'as it is'}"
 

@@ -85,7 +85,7 @@ def test_what_is_live_in_a_loop_is_counted(name, kind):
     pricer = Pricer(trace(loss, args, {}), get_target("cpu"))
     chain = pricer.chain(cut_choices(pricer.program)[0])
     found = [(item.start, option) for item in chain.items if item.stop == item.start + 1 for option in item.options
-             if option.loops and KINDS[kind](option.loops[0]) and option.loops[0].unrolled == 1]  # fmt: skip
+             if option.loops and KINDS[kind](option.loops[0]) and not option.loops[0].is_unrolled]  # fmt: skip
     stage, option = min(found, key=lambda f: f[1].saved_bytes + f[1].transient_bytes)
     runs = [Run(s, s + 1, option if s == stage else None) for s in range(len(chain.stages))]
     plan = plan_from_runs(chain, runs, budget=Budget(None), planner="optimal")

@@ -130,7 +130,7 @@ UNSAID = {
     "no name": (unrolled(), LISTED, {"segments": (Segment(0, 12, SIN),)}, "no name.*Name values"),
     "blocks": (scanned(), STACKED, {"loops": (Loop(0, (4,), True),)}, "blocks of steps"),
     "last steps": (scanned(), STACKED, {"loops": (Loop(0, is_recomputed=True, kept_steps=2),)}, "last steps are kept"),
-    "written out": (scanned(), STACKED, {"loops": (Loop(0, is_recomputed=True, unrolled=2),)}, "written out"),
+    "written out": (scanned(), STACKED, {"loops": (Loop(0, is_unrolled=True),)}, "a loop is unrolled"),
     "inside": (
         scanned(),
         STACKED,
