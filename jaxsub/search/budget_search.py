@@ -58,11 +58,13 @@ EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 
 
 def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
-        by_hand: Callable[[], Sequence[Plan]] = tuple, known_share: float = math.inf) -> Plan:  # fmt: skip
+        by_hand: Callable[[], Sequence[Plan]] = tuple, known_share: float = math.inf,
+        seen: list[float] | None = None) -> Plan:  # fmt: skip
     """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
 
     Plans by hand (`jaxsub.search.by_hand`) are tried too. Where something is known that fits and recomputes
-    `known_share` of a forward pass, only what recomputes less is compiled. `InfeasibleBudgetError` if no plan fits.
+    `known_share` of a forward pass, only what recomputes less is compiled. In `seen` is by what factor predictions were
+    too low for other programs of the same function; this search adds its own. `InfeasibleBudgetError` if no plan fits.
     """
     began = time.monotonic()
     plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)
@@ -70,7 +72,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
-    search = _Search(verifier, candidates, budget_bytes, effort, began, known_share)
+    search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
     partitions = candidates.ranked(budget_bytes)
     for cuts in partitions[:2]:
         search.run(cuts, budget_bytes / search.error)
@@ -103,14 +105,18 @@ class _Search:
     effort: Effort
     began: float
     known_share: float = math.inf
+    seen: list[float] = field(default_factory=list)
     best: Plan | None = None
     least_seen: Plan | None = None
     errors: list[float] = field(default_factory=list)
 
     @property
     def error(self) -> float:
-        """By what factor even the best of the predictions so far was too low; 1 where one was not."""
-        return max(1.0, min(self.errors, default=1.0))
+        """By what factor even the best of the predictions so far was too low; 1 where one was not.
+
+        Before there is any, that of other programs of the function, where one of them fits.
+        """
+        return max(1.0, min(self.errors or (self.seen if self.known_share < math.inf else ()), default=1.0))
 
     @property
     def most_share(self) -> float:
@@ -169,7 +175,9 @@ class _Search:
         """Measure a plan and keep it if it is the best that fits."""
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
-        self.errors.append(measurement.temp_bytes / max(predicted_bytes(plan), 1))
+        error = measurement.temp_bytes / max(predicted_bytes(plan), 1)
+        self.errors.append(error)
+        self.seen.append(error)
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
         return measurement

@@ -177,6 +177,7 @@ class Planning:
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     prices: Prices = field(init=False, default_factory=Prices)
     share: float | None = field(init=False, default=None)
+    errors: list[float] = field(init=False, default_factory=list)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
         """What prices and compiles plans of a program, and what makes them."""
@@ -243,7 +244,7 @@ class Planning:
             n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
         by_hand = partial(plans_by_hand, verifier.pricer.program, self.target.gpu) if is_open else tuple
-        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand, known_share)
+        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand, known_share, self.errors)
         if overrides and not _fits(_with_overrides(verifier, plan, overrides, budget), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
             plan = fit(verifier, candidates, budget, less_bytes, effort)

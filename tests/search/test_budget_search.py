@@ -77,13 +77,13 @@ def by_tables(monkeypatch):
         "", requested_bytes=n, least_bytes=least.measurement.temp_bytes))  # fmt: skip
 
 
-def fitted(n_bytes, *ways, cuts=None, effort=None, **table):
+def fitted(n_bytes, *ways, cuts=None, effort=None, seen=None, known_share=math.inf, **table):
     """The share of the budget needed, what is recomputed (`None` where that is the least named), and the compiles."""
     table = Table(*ways, **table)
     choices = cuts or [(k, 99) for k in range(len(ways))]
     candidates = Candidates(table.pricer, table, choices)
     try:
-        found = fit(table, candidates, Budget(), int(n_bytes * BUDGET), effort or Effort())
+        found = fit(table, candidates, Budget(), int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen)
     except InfeasibleBudgetError as refused:
         return refused.least_bytes / BUDGET, None, table.compiles
     return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
@@ -208,6 +208,14 @@ def test_another_partition_is_asked_for_as_much_less_as_predictions_erred():
     errs = (0.9, 1.2, 0.5), (1.0, 1.3, 0.4)
     assert fitted(1.0, errs, ((0.8, 1.1, 0.6), (0.95, 1.3, 0.45))) == (1.1, None, 2)
     assert fitted(1.0, errs, ((0.7, 0.95, 0.6), (0.95, 1.3, 0.45))) == (0.95, 0.6, 2)
+
+
+def test_a_program_is_asked_for_as_much_less_as_others_of_the_function_needed_more():
+    """As with runs in slices, where one fits: by what the best of the predictions was too low; others are told too."""
+    rows, seen = ((0.79, 0.99, 0.6), (1.0, 1.3, 0.58)), [1.25, 1.4]
+    assert fitted(1.0, rows, known_share=0.9) == (0.99, 0.6, 2)
+    assert fitted(1.0, rows, known_share=0.9, seen=seen) == (0.99, 0.6, 1)
+    assert seen == [1.25, 1.4, pytest.approx(0.99 / 0.79)]
 
 
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
