@@ -48,6 +48,8 @@ class Tuning:
             between it and the budget are tried.
         median_error: By so much predictions err in the median (`examples/results/prediction`), as often too low as too
             high: a plan that is predicted to need so much more than the budget fits one time in four.
+        least_probability: A plan by hand is compiled where the probability that it fits is at least this, or where the
+            gain times that probability is what alone would be worth a compile.
         prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
         least_compiles: Least plans that are compiled before a refusal.
         packing: Partitions on which the least is predicted within this share of the lowest may hold the least: the
@@ -105,6 +107,7 @@ class Tuning:
     budget_margin: float = 0.003
     heavy_recompute: float = 0.5
     median_error: float = 0.03
+    least_probability: float = 0.25
     prediction_error: float = 1.2
     least_compiles: int = 2
     packing: float = 0.12

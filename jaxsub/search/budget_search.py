@@ -237,10 +237,12 @@ class _Search:
 
         def expected(plan: Plan) -> float:
             probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
-            return round(probability * (most - recomputed_share(plan)), 3)
+            gain = probability * (most - recomputed_share(plan))
+            is_likely = probability >= TUNING.least_probability
+            return round(gain, 3) if is_likely or gain > self.effort.gain_by_hand else 0.0
 
         found = max(plans, key=expected, default=None)
-        return found if found is not None and expected(found) > self.effort.gain_by_hand else None
+        return found if found is not None and expected(found) > 0 else None
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""

@@ -83,7 +83,9 @@ def fitted(n_bytes, *ways, cuts=None, effort=None, seen=None, known_share=math.i
     choices = cuts or [(k, 99) for k in range(len(ways))]
     candidates = Candidates(table.pricer, table, choices)
     try:
-        found = fit(table, candidates, Budget(), int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen)
+        found = fit(
+            table, candidates, Budget(), int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen
+        )
     except InfeasibleBudgetError as refused:
         return refused.least_bytes / BUDGET, None, table.compiles
     return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
@@ -212,10 +214,10 @@ def test_another_partition_is_asked_for_as_much_less_as_predictions_erred():
 
 def test_a_program_is_asked_for_as_much_less_as_others_of_the_function_needed_more():
     """As with runs in slices, where one fits: by what the best of the predictions was too low; others are told too."""
-    rows, seen = ((0.79, 0.99, 0.6), (1.0, 1.3, 0.58)), [1.25, 1.4]
-    assert fitted(1.0, rows, known_share=0.9) == (0.99, 0.6, 2)
-    assert fitted(1.0, rows, known_share=0.9, seen=seen) == (0.99, 0.6, 1)
-    assert seen == [1.25, 1.4, pytest.approx(0.99 / 0.79)]
+    rows, seen = ((0.68, 0.9, 0.6), (1.0, 1.3, 0.58)), [1.25, 1.4]
+    assert fitted(1.0, rows, known_share=0.9) == (0.9, 0.6, 2)
+    assert fitted(1.0, rows, known_share=0.9, seen=seen) == (0.9, 0.6, 1)
+    assert seen == [1.25, 1.4, pytest.approx(0.9 / 0.68)]
 
 
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
