@@ -15,6 +15,7 @@ come to the same plan.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -73,12 +74,13 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
     search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
-    partitions = candidates.ranked(budget_bytes)
+    partitions, made = candidates.ranked(budget_bytes), functools.cache(by_hand)
+    search.by_hand_before(made, candidates.plan(partitions[0], budget_bytes))
     for cuts in partitions[:2]:
         search.run(cuts, budget_bytes / search.error)
         if search.best is not None:
             break
-    search.by_hand(by_hand)
+    search.by_hand(made)
     if search.best is None and known_share == math.inf:
         search.least()
         search.ease(partitions[0])
@@ -106,6 +108,7 @@ class _Search:
     began: float
     known_share: float = math.inf
     seen: list[float] = field(default_factory=list)
+    planned_share: float = math.inf
     best: Plan | None = None
     least_seen: Plan | None = None
     errors: list[float] = field(default_factory=list)
@@ -120,8 +123,11 @@ class _Search:
 
     @property
     def most_share(self) -> float:
-        """What the best that is known to fit recomputes, of this program or another; infinite where nothing is."""
-        return min(self.known_share, recomputed_share(self.best) if self.best else math.inf)
+        """What the best that is known to fit recomputes, of this program or another; infinite where nothing is.
+
+        While plans by hand come first, what the planner's is predicted to.
+        """
+        return min(self.known_share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
     def ease(self, cuts: Partition) -> None:
         """Where only the least plan fits, by recomputing much, look between it and the budget."""
@@ -182,6 +188,18 @@ class _Search:
             self.best = plan
         return measurement
 
+    def by_hand_before(self, make: Callable[[], Sequence[Plan]], planned: Plan) -> None:
+        """Try plans by hand before the planner's, where one is predicted to fit and to recompute clearly less."""
+        fits = predicted_bytes(planned) <= self.budget_bytes
+        planned_share = recomputed_share(planned) if fits else math.inf
+        if planned_share <= self.effort.gain_by_hand:
+            return
+        most, bound = planned_share - self.effort.gain_by_hand, self.budget_bytes / self.verifier.pricer.share
+        if any(predicted_bytes(plan) <= bound and recomputed_share(plan) < most for plan in make()):
+            self.planned_share = planned_share
+            self.by_hand(make)
+            self.planned_share = math.inf
+
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too.
 
@@ -210,6 +228,7 @@ class _Search:
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             if bracket.high and bracket.high[1] > (1 + TUNING.median_error) * bracket.limit:
                 left = [p for p in left if share * predicted_bytes(p) < bracket.high[0]]
+                most = most if bracket.low else max(most, bracket.limit / (1 + error))
             fitting = [p for p in left if share * predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
             if plan is None:

@@ -28,7 +28,7 @@ class Table:
     def __init__(self, *ways, n_equations=99, seconds=0.0):
         self.ways, self.known, self.compiles, self.seconds = ways, {}, 0, seconds
         self.program = SimpleNamespace(eqns=range(n_equations))
-        self.pricer = SimpleNamespace(chain=self.chain)
+        self.pricer = SimpleNamespace(chain=self.chain, share=1.0)
 
     def chain(self, cuts):
         rows = next(rows for k, rows in enumerate(self.ways) if cuts[0] == k)
@@ -218,6 +218,23 @@ def test_a_program_is_asked_for_as_much_less_as_others_of_the_function_needed_mo
     assert fitted(1.0, rows, known_share=0.9) == (0.9, 0.6, 2)
     assert fitted(1.0, rows, known_share=0.9, seen=seen) == (0.9, 0.6, 1)
     assert seen == [1.25, 1.4, pytest.approx(0.9 / 0.68)]
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "wanted"),
+    [
+        ((0.9, 0.95, 0.2), (0.2, 1)),  # predicted to be better than the planner's: compiled first
+        ((0.9, 0.95, 0.595), (0.6, 1)),  # hardly better
+        ((0.9, 1.5, 0.2), (0.6, 2)),  # it does not fit
+        ((1.2, 1.0, 0.2), (0.6, 1)),  # it is not predicted to, nor likely to
+    ],
+)
+def test_plans_by_hand_come_first_where_they_are_predicted_to_be_better(by_hand, wanted):
+    """Then the planner's is compiled only if it spares enough beside them."""
+    table = Table(((0.9, 0.95, 0.6),), (by_hand,))
+    candidates = Candidates(table.pricer, table, [(0, 99)])
+    found = fit(table, candidates, Budget(), BUDGET, Effort(), lambda: [table(table.chain((1, 99)), 2 * BUDGET)])
+    assert (found.prediction.extra_flops, table.compiles) == wanted
 
 
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
