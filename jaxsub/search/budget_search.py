@@ -204,7 +204,8 @@ class _Search:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too.
 
         One that needs far more than was predicted says nothing of those that are predicted to need less: buffers of
-        gradients may host what two values save and not what three do. Others then err by up to half as much.
+        gradients may host what two values save and not what three do. Others then err by half as much, and by half of
+        what is left with each more that does.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
@@ -217,18 +218,20 @@ class _Search:
         plan = self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
         if plan is None:
             return
-        error = TUNING.median_error
+        worst, doubt = 0.0, 1.0
         for _ in range(TUNING.by_hand_compiles):
             left.remove(plan)
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
-            error = max(error, (_needed(plan) / (share * predicted_bytes(plan)) - 1) / 2)
+            worst = max(worst, _needed(plan) / (share * predicted_bytes(plan)) - 1)
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
-            if bracket.high and bracket.high[1] > (1 + TUNING.median_error) * bracket.limit:
-                left = [p for p in left if share * predicted_bytes(p) < bracket.high[0]]
-                most = most if bracket.low else max(most, bracket.limit / (1 + error))
+            if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
+                doubt /= 2
+                left = [p for p in left if predicted_bytes(p) < predicted_bytes(plan)]
+                most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - doubt)))
+            error = max(TUNING.median_error, worst * min(doubt, 0.5))
             fitting = [p for p in left if share * predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
             if plan is None:
