@@ -15,11 +15,11 @@ come to the same plan.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
@@ -74,7 +74,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
     search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
-    partitions, made = candidates.ranked(budget_bytes), functools.cache(by_hand)
+    partitions, made = candidates.ranked(budget_bytes), cache(by_hand)
     search.by_hand_before(made, candidates.plan(partitions[0], budget_bytes))
     for cuts in partitions[:2]:
         search.run(cuts, budget_bytes / search.error)
@@ -205,7 +205,7 @@ class _Search:
 
         One that needs far more than was predicted says nothing of those that are predicted to need less: buffers of
         gradients may host what two values save and not what three do. Others then err by half as much, and by half of
-        what is left with each more that does.
+        what is left with each more that does. What was measured before says something too.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
@@ -215,12 +215,13 @@ class _Search:
         share = self.verifier.pricer.share
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
-        plan = self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
-        if plan is None:
-            return
-        worst, doubt = 0.0, 1.0
-        for _ in range(TUNING.by_hand_compiles):
-            left.remove(plan)
+        known = [plan for plan in every if self.verifier.is_known(plan)]
+        plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
+        tries, known, worst, doubt = TUNING.by_hand_compiles + len(known), known[1:], 0.0, 1.0
+        for _ in range(tries):
+            if plan is None:
+                return
+            left = [p for p in left if p is not plan]
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
             worst = max(worst, _needed(plan) / (share * predicted_bytes(plan)) - 1)
@@ -232,10 +233,9 @@ class _Search:
                 left = [p for p in left if predicted_bytes(p) < predicted_bytes(plan)]
                 most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - doubt)))
             error = max(TUNING.median_error, worst * min(doubt, 0.5))
-            fitting = [p for p in left if share * predicted_bytes(p) <= most]
+            fitting = known or [p for p in left if share * predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
-            if plan is None:
-                return
+            known = known[1:]
 
     def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.

@@ -200,7 +200,7 @@ def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun],
     hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
     most = max(hulls[kind][0].recompute_flops for kind in hulls)
     lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
-    for kept in _names_one_by_one(firsts[lead], traced[lead], gpu):
+    for kept in (*_names_one_by_one(firsts[lead], traced[lead], gpu), _names_of_products(firsts[lead])):
         saves = _by_names(kept)
         yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
     for choice in hulls[lead]:
@@ -233,6 +233,18 @@ def _names_one_by_one(piece: _Piece, run: TracedRun, gpu: Target | None) -> Iter
         left.remove(name)
         kept = (*kept, name)
         yield kept
+
+
+def _names_of_products(piece: _Piece) -> tuple[str, ...]:
+    """The user's names of what is made of products without batch dimensions by cheap equations alone."""
+    saves, made_of, found = POLICIES["dots_with_no_batch_dims_saveable"], dict[int, set[int]](), list[str]()
+    for node in piece.program.graph.nodes[piece.run[0] : piece.run[1]]:
+        costly = {node.index} if node.is_costly else set[int]().union(*(made_of.get(v, ()) for v in node.inputs))
+        made_of.update(dict.fromkeys(node.outputs, costly))
+        name = compat.given_name(piece.program.eqns[node.index])
+        if name is not None and costly and all(saves(piece.program.eqns[i]) for i in costly):
+            found.append(name)
+    return tuple(found)
 
 
 def _as_loops(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Loop, ...]:

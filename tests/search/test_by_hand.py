@@ -22,7 +22,7 @@ from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.cuts import find_cuts
 from jaxsub.search.budget_search import Effort, _Search
-from jaxsub.search.by_hand import blocks_of, plans_by_hand
+from jaxsub.search.by_hand import _blocks, _names_of_products, blocks_of, plans_by_hand
 from jaxsub.search.verify import measured
 
 LAYERS, WIDTH, WORDS = 4, 64, 2048
@@ -137,16 +137,17 @@ def test_the_memory_of_a_policy_is_met_at_its_flops():
     assert flops(jaxsub.sublinear(fun, plan=plan), args) <= 1.005 * flops(written, args)
 
 
-def tried(budget, needs, best=None, is_head=False, said=()):
+def tried(budget, needs, best=None, is_head=False, said=(), known=()):
     """Which plans of a row are compiled under a budget, the most recomputed last, and which is taken.
 
     Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need what `said` says, or
-    eight more than it needs; with `is_head`, because of what follows the last region.
+    eight more than it needs; with `is_head`, because of what follows the last region. Those in `known` were compiled
+    before.
     """
     compiled = []
 
     def measure(plan):
-        compiled.append(int(plan.planner))
+        compiled.extend({int(plan.planner)} - {*known})
         return Measurement(needs[int(plan.planner)], 0, 0, 0, None, 0.0, "cpu")
 
     def plan(i, n_bytes):
@@ -154,7 +155,8 @@ def tried(budget, needs, best=None, is_head=False, said=()):
         return Plan("f", Budget(), 9, (Segment(int(i), int(i) + 1),), planner=str(i), prediction=prediction)
 
     program = SimpleNamespace(eqns=())
-    verifier = SimpleNamespace(program=program, pricer=SimpleNamespace(share=1.0), measure=measure)
+    verifier = SimpleNamespace(program=program, pricer=SimpleNamespace(share=1.0), measure=measure,
+                               is_known=lambda plan: int(plan.planner) in known)  # fmt: skip
     search = _Search(verifier, None, budget, Effort(), 0.0)
     if best is not None:
         search.best = plan(best, budget).replace(measurement=Measurement(budget, 0, 0, 0, None, 0.0, "cpu"))
@@ -181,6 +183,31 @@ def tried(budget, needs, best=None, is_head=False, said=()):
 def test_plans_by_hand_are_compiled_few_times(budget, best, wanted):
     """The least, then the cheapest that fits by what was measured; only what recomputes less than the best."""
     assert tried(budget, [50, 38, 30, 20, 14, 10], best) == wanted
+
+
+def test_what_is_named_of_products_is_a_policy():
+    """As people name the results of products, rotated or not, and neither attention nor what a layer starts from."""
+
+    def layer(x, w):
+        x = checkpoint_name(x, "entry")
+        turned = checkpoint_name(jnp.sin(2.0) * (x @ w), "turned")
+        mixed = checkpoint_name(jnp.einsum("btd,bsd->bts", turned, turned) @ x, "mixed")
+        return x + checkpoint_name(jnp.tanh(mixed) @ w, "out")
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    program = trace(loss, ([jnp.ones((16, 16))] * 4, jnp.ones((2, 8, 16))), {})
+    assert _names_of_products(next(iter(_blocks(program)))) == ("turned", "out")
+
+
+def test_what_was_measured_before_says_something_too():
+    """Plans by hand are tried once more beside the planner's: what is measured is not compiled again."""
+    needs, said = [59, 62, 61, 58], [70, 74, 72, 66]
+    assert tried(60, needs, 5, said=said) == ([], 5)
+    assert tried(60, needs, 5, said=said, known=[3]) == ([0], 0)
 
 
 def test_one_that_needs_far_more_than_predicted_does_not_speak_for_the_others():
