@@ -189,10 +189,13 @@ class _Search:
         return measurement
 
     def by_hand_before(self, make: Callable[[], Sequence[Plan]], planned: Plan) -> None:
-        """Try plans by hand before the planner's, where one is predicted to fit and to recompute clearly less."""
+        """Try plans by hand before the planner's, where one is predicted to fit and to recompute clearly less.
+
+        Not where plans of another program of the function were measured: they say more than predictions do.
+        """
         fits = predicted_bytes(planned) <= self.budget_bytes
         planned_share = recomputed_share(planned) if fits else math.inf
-        if planned_share <= self.effort.gain_by_hand:
+        if self.seen or planned_share <= self.effort.gain_by_hand:
             return
         most, bound = planned_share - self.effort.gain_by_hand, self.budget_bytes / self.verifier.pricer.share
         if any(predicted_bytes(plan) <= bound and recomputed_share(plan) < most for plan in make()):
