@@ -32,7 +32,6 @@ from jaxsub.planners.memo import AllBudgets, Answer
 from jaxsub.planners.select import infeasible
 from jaxsub.planners.split_regions import split_regions
 
-Frontier = tuple[tuple[int, float, tuple[Run, ...]], ...]
 HEADROOM = 1.06  # tables reach so far over the budget: rounding up makes plans look larger than they are
 RUNG = 0.8  # each scale's maximum over the one before: budgets get between this share of the slots and all of them
 OVERLAP = 1.12  # near a rung both scales are searched, so that rounding cannot make a larger budget slower
@@ -44,6 +43,9 @@ EQUAL = 1e-3  # of a forward pass: of plans of a long chain that differ by less,
 FLOPS_ROUNDING = 1e-6  # relative; tables hold float32
 FLOOR = 0.6  # of a scale's maximum: long chains fill what is below only where it is needed
 DOUBLINGS = 12  # limits on recomputed FLOPs: a forward pass, and its half, so many times
+
+Frontier = tuple[tuple[int, float, tuple[Run, ...]], ...]
+"""Predicted bytes, extra FLOPs and runs of Pareto-optimal plans, by rising bytes."""
 
 Filling = tuple[int, bool, bool, bool, float]
 """The key of filled tables: the scale; whether nesting is bounded, slots are coarse, and entries below `FLOOR` of the

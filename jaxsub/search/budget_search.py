@@ -206,9 +206,9 @@ class _Search:
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too.
 
-        One that needs far more than was predicted says nothing of those that are predicted to need less: buffers of
-        gradients may host what two values save and not what three do. Others then err by half as much, and by half of
-        what is left with each more that does. What was measured before says something too.
+        A plan that needs far more than predicted rules out what is predicted to need as much. Predictions below it are
+        corrected by half of its error, by three quarters after two such plans, and so on: buffers of gradients may host
+        what two values save and not what three do. Plans by hand that were measured before count too.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
@@ -220,7 +220,7 @@ class _Search:
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         known = [plan for plan in every if self.verifier.is_known(plan)]
         plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
-        tries, known, worst, doubt = TUNING.by_hand_compiles + len(known), known[1:], 0.0, 1.0
+        tries, known, worst, n_far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, 0
         for _ in range(tries):
             if plan is None:
                 return
@@ -232,10 +232,10 @@ class _Search:
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
-                doubt /= 2
+                n_far += 1
                 left = [p for p in left if predicted_bytes(p) < predicted_bytes(plan)]
-                most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - doubt)))
-            error = max(TUNING.median_error, worst * min(doubt, 0.5))
+                most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5**n_far)))
+            error = max(TUNING.median_error, worst * 0.5 ** max(n_far, 1))
             fitting = known or [p for p in left if share * predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
             known = known[1:]

@@ -200,7 +200,8 @@ def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun],
     hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
     most = max(hulls[kind][0].recompute_flops for kind in hulls)
     lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
-    for kept in (*_names_one_by_one(firsts[lead], traced[lead], gpu), _names_of_products(firsts[lead])):
+    products = filter(None, [_names_of_products(firsts[lead])])
+    for kept in (*_names_one_by_one(firsts[lead], traced[lead], gpu), *products):
         saves = _by_names(kept)
         yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
     for choice in hulls[lead]:

@@ -105,7 +105,7 @@ def bars(plan: Plan) -> tuple[Bar, ...]:
     regions = (bar for s in plan.timeline.spans for bar in _span_bars(plan.timeline, s, times))
     return (
         *regions,
-        *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, steps.length, times)),
+        *(bar for steps in plan.steps for bar in _step_bars(plan.timeline, steps, times)),
     )
 
 
@@ -135,7 +135,7 @@ def steps_a_mark(n: int) -> int:
 
 def marks_words(plan: Plan) -> str:
     """What the marks of a picture are, where they are not regions or not single steps."""
-    loops = [n for steps in plan.steps if steps.kind == "loop" and (n := steps.length) > 1]
+    loops = [steps.length for steps in plan.steps if steps.kind == "loop" and steps.length > 1]
     if not loops or plan.timeline is None:
         return ""
     many = max(map(steps_a_mark, loops))
@@ -144,13 +144,13 @@ def marks_words(plan: Plan) -> str:
     )
 
 
-def _step_bars(timeline: StageTimeline, steps: Steps, n: int, times: Sequence[float]) -> Iterator[Bar]:
+def _step_bars(timeline: StageTimeline, steps: Steps, times: Sequence[float]) -> Iterator[Bar]:
     """The steps of a loop: forward, and in the backward pass what each recomputes and its own backward pass."""
     stage = next((s for s, (a, b) in enumerate(pairwise(timeline.stage_nodes)) if a <= steps.node < b), None)
-    if steps.kind != "loop" or n < 2 or stage is None:
+    if steps.kind != "loop" or steps.length < 2 or stage is None:
         return
     depth = max((s.depth + 1 for s in timeline.spans if s.first_stage <= stage < s.stop_stage), default=0)
-    n = -(-n // steps_a_mark(n))
+    n = -(-steps.length // steps_a_mark(steps.length))
     again = steps.recomputed_share / (steps.recomputed_share + BACKWARD_FORWARDS)
     for start, stop, step in zip(times, times[1:], timeline.steps, strict=False):
         if not step.start <= stage < step.stop:

@@ -88,6 +88,16 @@ def test_long_loops_and_little_gains_are_not_written_out():
         ]
 
 
+def test_a_plan_that_unrolls_a_long_loop_is_refused():
+    """As one is that was changed by hand: the program would be too long."""
+    length = TUNING.unrolled_equations // 2 + 1
+    long = jnp.tile(WS[:1], (length, 1, 1)), X
+    program = trace(plain, long, {}, argnums=(0, 1))
+    plan = Plan(program.fingerprint, Budget(), len(program.eqns), loops=(Loop(*find_loops(program), is_unrolled=True),))
+    with pytest.raises(jaxsub.PlanMismatchError, match=rf"{length} steps of \d+ equations are too many to be unrolled"):
+        jaxsub.sublinear(plain, plan=plan, argnums=(0, 1))(*long)
+
+
 def test_a_plan_says_what_is_written_out():
     """In words, and when it is stored and loaded."""
     plan = Plan("f", Budget(), 9, loops=(Loop(3, is_unrolled=True, inside=Inside((Segment(0, 4),))),))
