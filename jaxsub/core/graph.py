@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+SLICES = frozenset({"slice", "dynamic_slice"})
+"""Primitives that take a part of an array."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -137,6 +140,17 @@ class Graph:
         found = self.values[value]
         is_read = found.producer is None and found.is_differentiated and bool(found.consumers)
         return is_read and found.consumers[-1] >= stop
+
+    def is_slice_joined(self, value: int, start: int, stop: int) -> bool:
+        """Whether a run reads one slice of a differentiated value that later nodes read too.
+
+        What it adds to the gradient is as large as the slice: the compiler pads it as it adds it.
+        """
+        found = self.values[value]
+        if not found.is_differentiated or not found.consumers or found.consumers[-1] < stop:
+            return False
+        readers = [i for i in found.consumers if start <= i < stop]
+        return len(readers) == 1 and self.nodes[readers[0]].primitive in SLICES
 
     def pinned(self) -> tuple[int, ...]:
         """The nodes that must run once: none of them may be in a region."""

@@ -116,7 +116,15 @@ def _weight(graph: Graph, value: int, reader: int) -> Value | None:
 def joined_bytes(graph: Graph, start: int, stop: int) -> int:
     """Sum the bytes of differentiated inputs that a run and later ones read: their gradients are sums."""
     read = {v for node in graph.nodes[start:stop] for v in node.inputs}
-    return sum(graph.values[v].n_bytes for v in read if graph.is_joined(v, stop))
+    return sum(_contribution(graph, v, start, stop) for v in read if graph.is_joined(v, stop))
+
+
+def _contribution(graph: Graph, value: int, start: int, stop: int) -> int:
+    """Bytes of what a run adds to the gradient of an input."""
+    if not graph.is_slice_joined(value, start, stop):
+        return graph.values[value].n_bytes
+    return next(sum(graph.values[v].n_bytes for v in node.outputs) for node in graph.nodes[start:stop]
+                if value in node.inputs)  # fmt: skip
 
 
 def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
@@ -126,7 +134,14 @@ def summed_sizes(graph: Graph, cuts: Sequence[int], start: int, stop: int) -> tu
     """
     read = {v for node in graph.nodes[start:stop] for v in node.inputs if graph.is_joined(v, stop)}
     firsts = [graph.values[v] for v in sorted(read) if graph.values[v].consumers[0] >= start]
-    return tuple((w.n_bytes, w.n_bytes * (len({bisect_right(cuts, c) for c in w.consumers}) - 1)) for w in firsts)
+    return tuple((w.n_bytes, _others(graph, cuts, w)) for w in firsts)
+
+
+def _others(graph: Graph, cuts: Sequence[int], weight: Value) -> int:
+    """Bytes of all contributions to the gradient of an input but that of the first run that reads it."""
+    runs = sorted({bisect_right(cuts, c) for c in weight.consumers})[1:]
+    ends = (*cuts, len(graph.nodes))
+    return sum(_contribution(graph, weight.index, ends[run - 1], ends[run]) for run in runs)
 
 
 def unfenced(chain: Chain) -> Chain:

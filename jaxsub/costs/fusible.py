@@ -55,7 +55,7 @@ def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
         or is_reduction(eqn)
         or any(not is_fusible(inner, is_cpu) for body in bodies_of(eqn) for inner in body.eqns)
         or eqn.primitive.name in LOOPS
-        or (len(eqn.outvars) != 1 and (is_cpu or eqn.primitive.name != "split"))
+        or (len(eqn.outvars) != 1 and eqn.primitive.name != "split")
         or eqn.primitive.name.startswith("scatter")
         or eqn.primitive.name in WINDOWS
         or (is_cpu and threefry_bytes(eqn) > 0)
@@ -97,6 +97,11 @@ def is_dear(eqn: Any) -> bool:
     return is_quotient or eqn.primitive.name in SLOW
 
 
+def is_concatenation(eqn: Any) -> bool:
+    """Tell whether an equation concatenates arrays."""
+    return bool(eqn.primitive.name == "concatenate")
+
+
 def is_reduction(eqn: Any) -> bool:
     """Tell whether an equation reduces or accumulates over axes."""
     return bool(eqn.primitive.name.startswith(REDUCTIONS))
@@ -131,8 +136,8 @@ def flattened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 def is_unary(eqn: Any) -> bool:
     """Tell whether an equation reads at most one array of its result's size, so that repeating it reads no more."""
-    size = array_bytes(eqn.outvars[0])
-    return sum(array_bytes(a) >= size for a in set(filter(compat.is_var, eqn.invars))) <= 1
+    size, read = array_bytes(eqn.outvars[0]), set(filter(compat.is_var, eqn.invars))
+    return not is_concatenation(eqn) and sum(array_bytes(a) >= size for a in read) <= 1
 
 
 def broadcast_operands(eqn: Any) -> list[tuple[Any, tuple[int, ...]]]:

@@ -8,13 +8,14 @@ Reshapes, transposes and barriers are views; equal equations are merged.
 A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
 products are library calls, which fuse the elementwise work before a reduction only if nothing else reads it, and which
 read a broadcast operand beside a product as a whole array. A product that contracts several axes reads a transposed
-copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`).
+copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every concatenation.
 
 On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
 (`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
 array and look-ups of few of its elements are fused into their readers.
 
-What is added to the result of a scatter-add is added before.
+A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored. What is
+added to the result of a scatter-add is added before.
 
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
 `xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
@@ -39,6 +40,7 @@ from jaxsub.costs.fusible import (
     equation_key,
     flattened,
     is_barrier,
+    is_concatenation,
     is_copied,
     is_dear,
     is_fusible,
@@ -54,7 +56,7 @@ from jaxsub.costs.fusible import (
 )
 from jaxsub.costs.narrow_floats import is_slow, widened
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
-from jaxsub.costs.split_k import n_parts, padded, product_of
+from jaxsub.costs.split_k import PARTS, kernels_in_parts, n_parts
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
@@ -62,9 +64,6 @@ from jaxsub.jaxpr.inline import flatten_closed
 
 LARGE = 2**20
 """Elements from which a CPU's library fuses products with sums of them: by trial, between 0.8 and 1.2 million."""
-
-PARTS = "parts"
-"""With the product, the key of the buffer of a product's parts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +93,7 @@ class Lives:
     _readers: dict[Any, set[int]] = field(init=False, default_factory=dict)
     _through: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
     _plain: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
+    _pieces: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
     _wholes: dict[Any, int] = field(init=False, default_factory=dict)
     _beside: dict[Any, list[Any]] = field(init=False, default_factory=dict)
     _remade: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
@@ -132,8 +132,8 @@ class Lives:
         return {self.base(v) for v in self.outputs if compat.is_var(v)}
 
     def reads(self, eqn: Any) -> frozenset[Any]:
-        """Return the stored variables that an equation reads, through virtual ones."""
-        return self._roots(self._through, eqn)
+        """Return the stored variables that an equation reads, through virtual ones; concatenations are merged."""
+        return self._roots({**self._through, **self._pieces} if is_concatenation(eqn) else self._through, eqn)
 
     def _roots(self, roots: dict[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
         return frozenset().union(*(roots.get(self.base(a), ()) for a in eqn.invars if compat.is_var(a)))
@@ -203,6 +203,7 @@ class Lives:
     def _store(self) -> None:
         """Decide which values are stored, from the last equation to the first."""
         self.stored |= self.ends() | set(self.given)
+        self.stored |= {self.base(a) for p in self._barriers for a in self.eqns[p].invars if compat.is_var(a)}
         absorbed: set[Any] = set()
         homes: dict[Any, frozenset[int]] = {}
         for position in reversed(self._work):
@@ -219,7 +220,7 @@ class Lives:
             at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
             is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
             is_once = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
-            if self.is_cpu and (is_shared or is_once) and v.aval.shape:
+            if self.is_cpu and (is_shared or is_once or is_concatenation(eqn)) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
                 absorbed.update(ins)
@@ -309,17 +310,9 @@ class Lives:
 
     def _split(self, position: int, eqn: Any) -> None:
         """Add a split-K product and the sum of its parts, which is fused into its readers unless it is stored."""
-        v, product = eqn.outvars[0], product_of(eqn)
-        parts, length = self._parts[v], padded(product, self._parts[v])
+        v = eqn.outvars[0]
         reads = [self._operand(eqn, self.base(a)) for a in eqn.invars if compat.is_var(a)]
-        if length > product.summed:
-            copies = [
-                ((a, position), frozenset([a]), array_bytes(a) * length // product.summed) for a in dict.fromkeys(reads)
-            ]
-            self.kernels += [Kernel(position, (copy,), of, (size,)) for copy, of, size in copies]
-            reads = [copy for copy, _, _ in copies]
-        size = parts * math.prod(v.aval.shape) * product.sum_bytes
-        self.kernels.append(Kernel(position, ((v, PARTS),), frozenset(reads), (size,)))
+        self.kernels += kernels_in_parts(eqn, position, reads, self._parts[v])
         roots = frozenset([(v, PARTS)])
         if v in self.stored:
             self.kernels.append(Kernel(position, (v,), roots, (array_bytes(v),), shape=v.aval.shape))
@@ -330,6 +323,7 @@ class Lives:
     def _fuse_elementwise(self, position: int, eqn: Any) -> None:
         """Fuse an elementwise equation into its readers; a reader may repeat unary work on a stored value."""
         reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
+        self._pieces.update((v, reads) for v in eqn.outvars if is_concatenation(eqn))
         for v in eqn.outvars:
             is_stored = v in self.stored
             is_remade = not is_stored or (is_unary(eqn) and not is_slow(eqn, self.is_cpu))

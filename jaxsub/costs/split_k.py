@@ -10,12 +10,18 @@ generation, are repeated here. Source: OpenXLA, `xla/backends/gpu/transforms/spl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxsub.costs.scheduler import Kernel
 from jaxsub.devices.targets import Target
+from jaxsub.jaxpr.trace import aval_bytes
+
+PARTS = "parts"
+"""With the product, the key of the buffer of a product's parts."""
 
 TILE = 128
 CHOICES: tuple[int, ...] = tuple(2**i for i in range(12))
@@ -83,6 +89,21 @@ def padded(product: Product, parts: int) -> int:
     """Compute the padded length of the contracted axis when it is split."""
     step = parts * max(1, ALIGNED_BYTES // min(product.left_bytes, product.right_bytes))
     return math.ceil(product.summed / step) * step
+
+
+def kernels_in_parts(eqn: Any, position: int, reads: Sequence[Any], parts: int) -> list[Kernel]:
+    """Make the kernels of a product in parts, copies of the variables that it reads among them where they are padded.
+
+    The buffer of the parts is the pair of the product and `PARTS`.
+    """
+    v, product = eqn.outvars[0], product_of(eqn)
+    length = padded(product, parts)
+    copies = list(dict.fromkeys(reads)) if length > product.summed else []
+    kernels = [Kernel(position, ((a, position),), frozenset([a]), (aval_bytes(a.aval) * length // product.summed,))
+               for a in copies]  # fmt: skip
+    size = parts * math.prod(v.aval.shape) * product.sum_bytes
+    read = frozenset((a, position) for a in copies) or frozenset(reads)
+    return [*kernels, Kernel(position, ((v, PARTS),), read, (size,))]
 
 
 def _estimate(p: Product, parts: int, n_cores: int, weights: Weights) -> float:

@@ -216,7 +216,8 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
         refs = [v - first if v >= first else ~place.setdefault(v, len(place)) for v in node.inputs]
         signature = _of_types(graph, node) if node.primitive in PLACED else signatures[i]
         digest.update(signature + repr(refs).encode())
-    ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop)) for v in place]
+    ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop),
+             graph.is_slice_joined(v, start, stop)) for v in place]  # fmt: skip
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
     digest.update(repr((ends, returns)).encode())
     return digest.hexdigest()

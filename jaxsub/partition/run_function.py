@@ -27,6 +27,7 @@ class RunFunction:
         differentiated: Positions in `reads` that a gradient flows to.
         returns: The values of the differentiated outputs.
         joined: Positions in `reads` of weights that later equations read too: their gradients are added to a sum.
+        slices: Positions in `reads` of values of which it reads one slice, and later equations others.
     """
 
     call: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
@@ -34,6 +35,7 @@ class RunFunction:
     differentiated: tuple[int, ...]
     returns: tuple[int, ...]
     joined: frozenset[int]
+    slices: frozenset[int] = frozenset()
 
 
 def run_function(
@@ -68,7 +70,8 @@ def run_function(
 
     positions = tuple(i for i, v in enumerate(reads) if graph.values[v].is_differentiated)
     joined = frozenset(i for i in positions if graph.is_joined(reads[i], stop))
-    return RunFunction(call, reads, positions, active, joined)
+    slices_of = frozenset(i for i in positions if graph.is_slice_joined(reads[i], start, stop))
+    return RunFunction(call, reads, positions, active, joined, slices_of)
 
 
 def vjp_of(function: RunFunction, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -28,6 +28,9 @@ from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
 
+PADS = {"pad": 0, "dynamic_update_slice": 1}
+"""What the cotangent of a slice is made the cotangent of the array with, and the operand that is the slice's."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TracedRun:
@@ -40,7 +43,7 @@ class TracedRun:
         residuals: Atoms of `forward` that the backward pass reads.
         backward: Equations of its backward pass.
         backward_inputs: Its input variables: the residuals, then the cotangents of the outputs.
-        backward_outputs: Its outputs: cotangents of the differentiated inputs.
+        backward_outputs: Its outputs: cotangents of the differentiated inputs, or of the slice that it reads of one.
         free: Offsets of values that the run returns: they are live anyway.
         weights: For each value in `function.reads`, whether it is an input of the program.
         returned: Atoms of `forward` that the run returns.
@@ -204,7 +207,7 @@ class _Composed:
         for i, passes, inner in reversed(done):
             if passes is not None:
                 self._run_backward(i, passes, inner, wanted)
-        gradients = [self._cotangent(function.reads[i]) for i in function.differentiated]
+        gradients = [self._contribution(function, i) for i in function.differentiated]
         backward = live_eqns(self.backward, gradients)
         read = {a for eqn in backward for a in eqn.invars if compat.is_var(a)}.union(filter(compat.is_var, gradients))
         given = {r: v for r, v in self.given.items() if v in read}
@@ -298,6 +301,13 @@ class _Composed:
             eqns, _, (self.sums[value],) = flatten_closed(jax.make_jaxpr(lambda: jnp.zeros(aval.shape, aval.dtype))())
             self.backward += eqns
         return self.sums[value]
+
+    def _contribution(self, function: RunFunction, i: int) -> Any:
+        """The cotangent of what a run reads; of a slice that of the slice, which is padded as it is added to others."""
+        atom = self._cotangent(function.reads[i])
+        makers = (eqn for eqn in self.backward if eqn.primitive.name in PADS and eqn.outvars[0] is atom)
+        eqn = next(makers, None) if i in function.slices else None
+        return atom if eqn is None else eqn.invars[PADS[eqn.primitive.name]]
 
     def _add(self, value: int, contribution: Any) -> None:
         if value in self.sums:

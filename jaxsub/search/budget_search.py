@@ -74,16 +74,18 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget)
     search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
-    partitions, made = candidates.ranked(budget_bytes), cache(by_hand)
-    search.by_hand_before(made, candidates.plan(partitions[0], budget_bytes))
-    for cuts in partitions[:2]:
-        search.run(cuts, budget_bytes / search.error)
-        if search.best is not None:
-            break
+    made = cache(by_hand)
+    first = candidates.ranked(budget_bytes)[0]
+    search.by_hand_before(made, candidates.plan(first, budget_bytes))
+    search.run(first, budget_bytes / search.error)
+    if search.best is None:  # what was measured ranks partitions otherwise
+        ranked = candidates.ranked(int(budget_bytes / search.error))
+        for cuts in [cuts for cuts in ranked if cuts != first][:1]:
+            search.run(cuts, budget_bytes / search.error)
     search.by_hand(made)
     if search.best is None and known_share == math.inf:
         search.least()
-        search.ease(partitions[0])
+        search.ease()
     if plain.measurement is None and predicted_bytes(plain) <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
@@ -129,10 +131,11 @@ class _Search:
         """
         return min(self.known_share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
-    def ease(self, cuts: Partition) -> None:
+    def ease(self) -> None:
         """Where only the least plan fits, by recomputing much, look between it and the budget."""
         if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
-            self.run(cuts, (predicted_bytes(self.best) + self.budget_bytes) / 2)
+            asked = (predicted_bytes(self.best) + self.budget_bytes) // 2
+            self.run(self.candidates.ranked(asked)[0], asked)
 
     def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""

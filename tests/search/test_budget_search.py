@@ -212,6 +212,15 @@ def test_another_partition_is_asked_for_as_much_less_as_predictions_erred():
     assert fitted(1.0, errs, ((0.7, 0.95, 0.6), (0.95, 1.3, 0.45))) == (0.95, 0.6, 2)
 
 
+def test_partitions_are_ranked_again_by_what_was_measured():
+    """On the first nothing was predicted to be recomputed; where half of that fits, another recomputes least."""
+    coarse, fine = ((1.0, 2.0, 0.0),), ((0.28, 0.35, 4.0), (0.48, 0.52, 0.5), (0.9, 0.95, 0.1))
+    assert fitted(1.0, coarse, fine) == (0.95, 0.1, 3)
+    assert fitted(0.99, coarse, fine) == (0.95, 0.1, 1)
+    heavy = (0.28, 0.35, 4.0), (0.6, 0.95, 3.9), (0.95, 1.9, 0.0)  # only the least of all fits at first
+    assert fitted(1.0, coarse, heavy, fine)[1] <= 0.5
+
+
 def test_a_program_is_asked_for_as_much_less_as_others_of_the_function_needed_more():
     """As with runs in slices, where one fits: by what the best of the predictions was too low; others are told too."""
     rows, seen = ((0.68, 0.9, 0.6), (1.0, 1.3, 0.58)), [1.25, 1.4]
