@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # the extra `targets` brings a plugin that would print a traceback where there is no GPU
-    importlib.import_module("jaxsub.jaxpr.compat").quiet_cuda_plugin()
+    importlib.import_module("jaxsub.devices.cuda_plugin").quiet_cuda_plugin()
     module = importlib.import_module(f"jaxsub.{home}")
     globals()[name] = found = module if name in _MODULES else getattr(module, name)
     return found

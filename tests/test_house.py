@@ -24,7 +24,7 @@ planners: memo milp_model milp_nested quantize dp_tables select baselines cheap 
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ compat flops identity inline max_pool_vjp output_only_vjp shardings static_leaves trace
     constants differences arguments tangents linearity axis_places axis_rules axis_bodies axes axis_origin product_rows
-devices: __init__ aot_worker targets aot compile
+devices: __init__ cuda_plugin aot_worker targets aot compile
 partition: __init__ cuts inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion

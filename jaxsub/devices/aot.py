@@ -6,7 +6,7 @@ compile-only devices only before its backends start, and only with the platform 
 default device and GPUs stay as they are. Helpers are kept for later programs; there are at most as many as cores, and
 they end with this process.
 
-Host callbacks and debug prints are not supported, since they need a real machine. Nothing is run.
+Host callbacks and debug prints are not called: their results stand for them. Nothing is run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.devices import aot_worker
 from jaxsub.devices.targets import Target
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import jaxpr_flops
 
 MAX_HELPERS = 4  # each takes some 400 MB
@@ -126,7 +127,8 @@ def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[
     mesh = _mesh_of((args, kwargs), target)
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
     try:
-        return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
+        with _without_callbacks():
+            return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
     except ValueError as error:
         if mesh is None or NEEDS_DEVICES not in str(error):
             raise
@@ -152,15 +154,18 @@ def _is_installed(module: str) -> bool:
 
 def _export(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> bytes:
     try:
-        exported = jax.export.export(jitted, platforms=[target.platform], disabled_checks=ANY_KERNEL)(*args, **kwargs)
+        with _without_callbacks():
+            export = jax.export.export(jitted, platforms=[target.platform], disabled_checks=ANY_KERNEL)
+            exported = export(*args, **kwargs)
+        # the helper knows neither the user's own tree types nor effects: arguments and results go in flat tuples
+        leaves = jax.tree.structure((tuple(exported.in_avals), {}))
+        results = jax.tree.structure(tuple(exported.out_avals))
+        flat = dataclasses.replace(exported, in_tree=leaves, out_tree=results, unordered_effects=())
+        return bytes(flat.serialize())
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise UnsupportedError(
             f"This program cannot be compiled for the absent `{target.name}`: {error} {_next_step(error)}"
         ) from error
-    # the helper does not know the user's own tree types: arguments and results go in flat tuples
-    leaves = jax.tree.structure((tuple(exported.in_avals), {}))
-    flat = dataclasses.replace(exported, in_tree=leaves, out_tree=jax.tree.structure(tuple(exported.out_avals)))
-    return bytes(flat.serialize())
 
 
 def _compile_here(
@@ -192,7 +197,13 @@ def _lowered_here(jitted: Any, args: tuple[Any, dict[str, Any]], target: Target,
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(grid, spec, memory_kind=kind))
 
     shapes, named = jax.tree.map(placed, args)
-    return jitted.lower(*shapes, **named)
+    with _without_callbacks():
+        return jitted.lower(*shapes, **named)
+
+
+def _without_callbacks() -> contextlib.AbstractContextManager[None]:
+    """Leave host callbacks out, unless JAX can lower them: for a GPU where one is in use."""
+    return contextlib.nullcontext() if jax.default_backend() == "gpu" else compat.callbacks_left_out()
 
 
 def _in_short(error: str) -> str:
@@ -209,7 +220,7 @@ def _next_step(error: Exception) -> str:
             '= jax.sharding.AbstractMesh((1,), ("device",), (jax.sharding.AxisType.Explicit,), abstract_device='
             'jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")), or its like.'
         )
-    return "Host callbacks and debug prints are not supported: leave them out of the function, or leave target out."
+    return "Leave it out of the function (callbacks that are ordered cannot be exported), or leave target out."
 
 
 def only_mesh(shardings: Iterable[Any], target: Target) -> Any:

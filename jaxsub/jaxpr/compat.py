@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import os
 import sysconfig
@@ -14,18 +13,18 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as jax_checkpoint_name
+from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 try:
     from jax._src import ad_checkpoint, source_info_util
+    from jax._src import callback as jax_callback
     from jax._src import config as jax_config
     from jax._src import core as jax_core
 except ImportError:  # private: any version may remove them
-    ad_checkpoint = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
-
-# Any of these files means that an NVIDIA driver is installed: on Linux, on Linux under Windows, on Jetson.
-NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+    ad_checkpoint = jax_callback = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
@@ -390,31 +389,29 @@ def trace_context() -> tuple[Any, ...]:
     return tuple(getattr(jax.config, f"jax_{name}") for name in names)
 
 
-# The CUDA plugin on a machine without a GPU
+@contextlib.contextmanager
+def callbacks_left_out() -> Iterator[None]:
+    """Lower host callbacks as their results in memory, which wait for the operands; nothing is called.
 
-
-def quiet_cuda_plugin(drivers: Sequence[str] = NVIDIA_DRIVERS) -> None:
-    """Suppress the traceback that JAX prints on a machine without a GPU if `jaxsub[targets]` is installed.
-
-    The extra installs JAX's CUDA plugin, to compile with. Without a driver (none of the files `drivers`) the plugin
-    cannot start, and JAX prints a long traceback unless a platform was chosen. Only then this keeps it from starting:
-    the device in use stays the CPU. Call it before JAX's first use.
+    For programs that are compiled for an absent device and never run: JAX lowers a callback for a backend that it has
+    started only. How it does is private; where that is not found, such programs are refused.
     """
-    if any(map(os.path.exists, drivers)):
-        return
-    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
-        try:
-            plugin: Any = importlib.import_module(name)
-        except ImportError:
-            continue
-        if not hasattr(plugin.initialize, "__wrapped__"):
-            plugin.initialize = _only_if_asked(plugin.initialize)
 
+    def stand_in(ctx: Any, callback: Any, token: Any, operands: Any, operand_avals: Any, result_avals: Any,
+                 **_: Any) -> tuple[Any, Any, None]:  # fmt: skip
+        def results(*read: Any) -> Sequence[Any]:
+            made = [jnp.zeros(aval.shape, aval.dtype) for aval in result_avals]
+            return jax.lax.optimization_barrier((*made, *read))[: len(made)]
 
-def _only_if_asked(initialize: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(initialize)
-    def initialize_if_asked() -> None:
-        if getattr(jax.config, "jax_platforms", None):
-            initialize()
+        rule = mlir.lower_fun(results, multiple_results=True)
+        here = ctx.replace(avals_in=tuple(operand_avals), avals_out=tuple(result_avals))
+        return rule(here, *operands), token, None
 
-    return initialize_if_asked
+    lowered = getattr(jax_callback, "emit_python_callback", None)
+    if lowered is not None:
+        jax_callback.emit_python_callback = stand_in
+    try:
+        yield
+    finally:
+        if lowered is not None:
+            jax_callback.emit_python_callback = lowered

@@ -1,8 +1,11 @@
 """Fused kernels for a GPU that is not there: exported, compiled, counted, planned round; what cannot be says why."""
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import AbstractMesh, AxisType
@@ -144,6 +147,40 @@ def test_a_call_whose_library_is_not_there():
     require_packages()
     with pytest.raises(jaxsub.UnsupportedError, match=r"nobody_knows.*stand-in of the same shapes"):
         jaxsub.measure(lambda w, x: jnp.sum(of_ffi(x @ w) ** 2), SQUARE, SQUARE, target="h100")
+
+
+def by_host(x):
+    """Tanh by NumPy on the host, 256 KiB."""
+    rule = jax.custom_jvp(lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    rule.defjvps(lambda g, y, x: g * (1 - y**2))
+    return rule(x)
+
+
+def told(x):
+    """A debug print, a callback, and one with a result."""
+    jax.debug.print("largest {}", jnp.max(x))
+    jax.debug.callback(lambda x: None, x)
+    largest = jax.lax.stop_gradient(jnp.max(x))
+    return x + io_callback(np.negative, jax.ShapeDtypeStruct((), x.dtype), largest)
+
+
+@pytest.mark.parametrize("call", [by_host, told])
+def test_host_callbacks_are_not_called_and_their_results_count(call):
+    """A program with them is measured and planned for an absent GPU, and called where it runs."""
+    require_packages()
+
+    def fun(w, x):
+        for _ in range(6):
+            x = x + call(jnp.sin(x @ w))
+        return jnp.sum(x**2)
+
+    plain = jaxsub.measure(fun, SQUARE, SQUARE, target="h100").temp_bytes
+    assert plain > 6 * 256 * 256 * 4
+    plan = jaxsub.plan(fun, SQUARE, SQUARE, budget=0.7, target="h100", progress=False)
+    assert plan.measurement.temp_bytes <= 0.7 * plain
+    w, x = 0.01 * jnp.ones((256, 256)), jnp.ones((256, 256))
+    value, wanted = (jax.jit(jax.value_and_grad(f))(w, x) for f in (jaxsub.sublinear(fun, plan=plan), fun))
+    chex.assert_trees_all_close(value, wanted, rtol=1e-5)
 
 
 def test_cudnn_attention_over_a_mesh():

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 import zoo
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsub
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.devices import aot, aot_worker, targets
 from jaxsub.devices.compile import compile_for, measure_compiled
+from jaxsub.devices.cuda_plugin import NVIDIA_DRIVERS
 from jaxsub.devices.targets import NAMES, get_target, read_spec
-from jaxsub.jaxpr.compat import NVIDIA_DRIVERS, checkpoint
+from jaxsub.jaxpr.compat import checkpoint
 
 
 def _lack():
@@ -267,13 +269,13 @@ def test_keys_trees_and_an_outer_trace():
 
 @needs_packages
 def test_what_belongs_to_a_present_machine_is_refused():
-    """A debug print is refused with JAX's reason and what to do, and the helper works on."""
+    """A callback in order is refused with JAX's reason and what to do, and the helper works on."""
 
     def loud(x):
-        jax.debug.print("{}", x[0])
+        io_callback(print, None, x[0], ordered=True)
         return x.sum()
 
-    with pytest.raises(UnsupportedError, match="debug prints"):
+    with pytest.raises(UnsupportedError, match=r"OrderedIO.*callbacks that are ordered cannot be exported"):
         measure_compiled(loud, (jnp.ones(3),), get_target("h100"))
     assert measure_compiled(jnp.sum, (jnp.ones(3),), get_target("h100")).argument_bytes == 12
 
@@ -432,7 +434,7 @@ def test_a_users_session_is_left_alone(backends_first):
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_jax_says_nothing_of_a_gpu_that_is_not_there(is_quiet):
     """With the plugin installed JAX prints a traceback at its first use, and none where jaxsub is imported."""
-    code = "import jaxsub, jaxsub.jaxpr.compat; jaxsub.jaxpr.compat.quiet_cuda_plugin(); " * is_quiet
+    code = "import jaxsub, jaxsub.devices.cuda_plugin as p; p.quiet_cuda_plugin(); " * is_quiet
     code += "import jax; print(jax.devices()[0].platform)"
     done = run_unset(code)
     assert done.stdout == "cpu\n"
