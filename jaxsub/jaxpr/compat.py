@@ -401,7 +401,7 @@ def callbacks_left_out() -> Iterator[None]:
                  **_: Any) -> tuple[Any, Any, None]:  # fmt: skip
         def results(*read: Any) -> Sequence[Any]:
             made = [jnp.zeros(aval.shape, aval.dtype) for aval in result_avals]
-            return jax.lax.optimization_barrier((*made, *read))[: len(made)]
+            return list(jax.lax.optimization_barrier((*made, *read)))[: len(made)]
 
         rule = mlir.lower_fun(results, multiple_results=True)
         here = ctx.replace(avals_in=tuple(operand_avals), avals_out=tuple(result_avals))
