@@ -18,7 +18,7 @@ is taken, from the symbolic zeros among its tangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class _Slices:
 
     def has_loss(self) -> bool:
         """Whether there is a scalar sum to make the gradient of in the forward pass."""
-        has_sum = any(s == Total("sum") and v.aval.shape == () and is_inexact(v)
+        has_sum = any(s == Total("sum") and v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.floating)
                       for v, s in zip(self.wanted, self.states(), strict=True))  # fmt: skip
         return has_sum and scales(self.axis.steps)
 
@@ -220,8 +220,7 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         moving = _moving(slices, active)
         losses = [i for i in moving if isinstance(slices.states()[i], Total) and slices.wanted[i].aval.shape == ()]
-        is_real = all(jnp.issubdtype(primals[i].dtype, jnp.floating) for i in active)
-        if is_real and len(losses) == 1 == len(moving):
+        if len(losses) == 1 == len(moving):
             outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], losses[0])
             found = {losses[0]: moved}
         else:
@@ -255,6 +254,17 @@ def scales(steps: Sequence[Step]) -> bool:
             if not is_linear(backward, [i >= n_kept for i in range(len(backward.invars))]):
                 return False
     return True
+
+
+def makes_gradient(axis: Axis, outputs: Sequence[Any], differentiated: Collection[Any]) -> bool:
+    """Whether the gradient of a run is made in the forward pass: it has one sum that moves, and its gradient scales.
+
+    Of the variables that the run reads, `differentiated` have tangents.
+    """
+    slices = _Slices(axis, _results(axis, outputs), axis.length)
+    keys = (*(v for v, _ in axis.cut), *axis.reads)
+    moving = _moving(slices, [i for i, v in enumerate(keys) if v in differentiated])
+    return slices.has_loss() and [slices.states()[i] for i in moving] == [Total("sum")]
 
 
 def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:
@@ -291,7 +301,7 @@ def _with_gradient(
     kinds = [slices.axis.cut[i][1] if i < n_cut else jax.ShapeDtypeStruct(primals[i].shape, primals[i].dtype)
              for i in active]  # fmt: skip
     outs, gradients = slices.run(step, slices.sorted(primals), kinds)
-    moved = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
+    moved = [jnp.sum(g * t.astype(g.dtype)).real for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
 

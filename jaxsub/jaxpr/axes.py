@@ -29,6 +29,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
+from jaxsub.jaxpr.flops import is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.trace import ZERO_TANGENT
 
@@ -191,6 +192,14 @@ class _Walk:
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         raise NotImplementedError
 
+    def whole(self, eqn: Any, state: State) -> None:
+        """Let an equation run in each slice on whole values, or on parts of sums."""
+        if eqn.effects:
+            raise NoRule("its effect must happen once")
+        n_ins, n_outs = len(eqn.invars), len(eqn.outvars)
+        self.steps.append(Step(eqn, tuple(eqn.invars), (None,) * n_ins, tuple(eqn.outvars), (state,) * n_outs))
+        self.states.update(dict.fromkeys(eqn.outvars, state))
+
     def slice(self, eqn: Any, ins: Sequence[Place | None]) -> None:
         """Let an equation run a slice at a time."""
         if eqn.effects:
@@ -252,13 +261,6 @@ class _Inside(_Walk):
         else:
             self.whole(eqn, None)
 
-    def whole(self, eqn: Any, state: State) -> None:
-        if eqn.effects:
-            raise NoRule("its effect must happen once")
-        n_ins, n_outs = len(eqn.invars), len(eqn.outvars)
-        self.steps.append(Step(eqn, tuple(eqn.invars), (None,) * n_ins, tuple(eqn.outvars), (state,) * n_outs))
-        self.states.update(dict.fromkeys(eqn.outvars, state))
-
     def total(self, eqn: Any, ins: Sequence[State]) -> None:
         """Let a linear equation run on a part of a sum."""
         if any(isinstance(i, Place) or (isinstance(i, Total) and i.how != "sum") for i in ins):
@@ -297,7 +299,9 @@ class _Run(_Walk):
             raise NoRule("its effect must happen once")
         if late and any(isinstance(i, Place) for i in ins):
             raise MeetsTotal(late)
-        if late or (not any(ins) and any(a in self.same for a in reads)):
+        if late and not any(a in self.late or a in self.same for a in reads) and self.is_of_sums(eqn, ins):
+            self.whole(eqn, Total())
+        elif late or (not any(ins) and any(a in self.same for a in reads)):
             self.after.append(eqn)
             self.late.update(eqn.outvars)
         elif any(ins):
@@ -305,6 +309,18 @@ class _Run(_Walk):
             self.same.update(v for v in eqn.outvars if self.states[v] is None)
         else:
             self.before.append(eqn)
+
+    def is_of_sums(self, eqn: Any, ins: Sequence[State]) -> bool:
+        """Whether an equation of sums gives the sum of what it gives of their parts, and is cheap.
+
+        A mean, or a loss of several terms, is one sum then: its gradient is made in the forward pass.
+        """
+        sums = [a for a, state in zip(eqn.invars, ins, strict=True) if isinstance(state, Total)]
+        if any(isinstance(state, Total) and state.how != "sum" for state in ins) or is_costly(eqn):
+            return False
+        small = sum(v.aval.size for v in eqn.outvars) <= sum(a.aval.size for a in sums)
+        are_wide = all(is_inexact(v) and v.aval.dtype.itemsize >= 4 for v in (*sums, *eqn.outvars))
+        return small and are_wide and is_linear_equation(eqn, [isinstance(state, Total) for state in ins])
 
     def need(self, atom: Any, place: Place | None) -> None:
         _Walk.need(self, atom, place)

@@ -62,9 +62,11 @@ def is_linear(closed: Any, moving: Sequence[bool]) -> bool:
 
 
 def is_linear_equation(eqn: Any, moving: Sequence[bool]) -> bool:
-    """Tell whether every result of one equation is linear in its operands that move, whatever the others are."""
+    """Tell whether every result of one equation is linear in its operands that move, whatever other variables are."""
+    marks = [Mark.LINEAR if m else Mark.FREE if compat.is_var(a) else _of_literal(a)
+             for a, m in zip(eqn.invars, moving, strict=True)]  # fmt: skip
     try:
-        return Mark.FREE not in _through(eqn, [Mark.LINEAR if m else Mark.FREE for m in moving])
+        return Mark.FREE not in _through(eqn, marks)
     except _NotLinear:
         return False
 
@@ -75,14 +77,16 @@ def _outputs(body: Any, marks: Sequence[Mark]) -> list[Mark]:
     found: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
 
     def mark(atom: Any) -> Mark:
-        if compat.is_var(atom):
-            return found.get(atom, Mark.FREE)
-        return Mark.FREE if np.any(np.asarray(atom.val) != 0) else Mark.ZERO
+        return found.get(atom, Mark.FREE) if compat.is_var(atom) else _of_literal(atom)
 
     for eqn in jaxpr.eqns:
         outs = _through(eqn, [mark(atom) for atom in eqn.invars])
         found.update(zip(eqn.outvars, outs, strict=True))
     return [mark(atom) for atom in jaxpr.outvars]
+
+
+def _of_literal(atom: Any) -> Mark:
+    return Mark.FREE if np.any(np.asarray(atom.val) != 0) else Mark.ZERO
 
 
 def _through(eqn: Any, ins: Sequence[Mark]) -> list[Mark]:

@@ -26,7 +26,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.costs.roofline import busy_rows, least_rows
 from jaxsub.devices.targets import Target
-from jaxsub.emission.chunks import scales
+from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
@@ -88,7 +88,9 @@ class Found:
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
         every, own = (sum(node.flops for node in part) for part in (nodes, nodes[self.start : self.stop]))
         if self.is_head:
-            again = 0.0 if scales(self.axis.steps) else own
+            moving = {program.variable(v.index) for v in program.graph.values if v.is_differentiated}
+            returns = run_of(program, self.start, self.stop)[2]
+            again = 0.0 if makes_gradient(self.axis, returns, moving) else own
         else:
             again = self.weight * choice_of(self.run(), ()).recompute_flops
         once = PASSES * (again if self.within else own) * busy_rows / max(self.rows // self.split.parts, 1)

@@ -97,6 +97,28 @@ def test_the_gradient_of_a_loss_is_made_in_the_forward_pass():
     assert products_of(loss_of(chunked(16)), *args) == products_of(loss_of(head), *args)
 
 
+def variational(w, x):
+    """A reconstruction and a divergence, each a mean of its own; then means over members."""
+    made = jnp.stack([jnp.tanh(x @ w), jnp.sin(x @ w)])
+    return 0.0 + jnp.mean((made - 1) ** 2, (1, 2)).mean() + 0.1 * jnp.mean(jnp.sum(made**2, -1))
+
+
+def spectral(w, x):
+    """Complex weights, made of real ones before the slices."""
+    found = jnp.fft.rfft(x, axis=1).astype("complex64") @ jax.lax.complex(w[:5], w[-5:])
+    return jnp.mean(jnp.abs(found) ** 2) + found.imag.sum()
+
+
+@pytest.mark.parametrize("loss", [variational, spectral])
+def test_a_loss_of_several_terms_and_of_complex_weights_is_one_sum(loss):
+    """No product runs twice, and the gradient is the plain one."""
+    w, x = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((8, 6), (12, 8)))
+    _, chunked = along(loss, w, x, seed=1)
+    gradient, plain = (jax.value_and_grad(f) for f in (lambda *args: chunked(4)(*args), loss))
+    assert products_of(gradient, w, x) <= products_of(plain, w, x)
+    chex.assert_trees_all_close(gradient(w, x), plain(w, x), rtol=1e-5, atol=1e-6)
+
+
 @jax.custom_vjp
 def clipped(x):
     """The same, its cotangent clipped."""
