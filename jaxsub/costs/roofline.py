@@ -22,7 +22,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -238,22 +238,48 @@ def _bytes(v: Any) -> int:
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
 
 
-def least_rows(target: Target) -> int:
-    """Count the rows of a product below which slices cost time; see the module.
+TILE_ROWS = 128
+"""Rows of a GPU's tile of a product: of fewer, a product takes as long."""
+
+
+def least_rows(target: Target, dtype: str = "bfloat16") -> int:
+    """Count the rows of a product of a dtype below which slices cost time; see the module.
 
     Example:
         >>> from jaxsub.devices.targets import get_target
-        >>> least_rows(get_target("h100"))
-        1024
+        >>> [least_rows(get_target("h100"), dtype) for dtype in ("bfloat16", "float32")]
+        [1024, 512]
     """
-    return int(2 ** math.ceil(math.log2(busy_rows(target))))
+    return int(2 ** math.ceil(math.log2(busy_rows(target, dtype))))
 
 
-def busy_rows(target: Target) -> float:
-    """Count the rows at which a product takes as long as to read its weights and add to their gradients."""
-    dtype = "float32" if target.platform == "cpu" else "bfloat16"
-    weight_bytes = 4 if dtype == "float32" else 2
+def busy_rows(target: Target, dtype: str = "bfloat16") -> float:
+    """Count the rows at which a product takes as long as to read its weights and add to their gradients.
+
+    A CPU computes in float32.
+    """
+    dtype = "float32" if target.platform == "cpu" else dtype
+    weight_bytes = jnp.dtype(dtype).itemsize
     return target.rate(dtype, is_matmul=True) / target.bytes_per_second * (2 * weight_bytes + 8) / 6
+
+
+def product_dtype(program: Program) -> str:
+    """The dtype of the operands of most of a program's products, by FLOPs; float32 without any."""
+    flops: dict[str, float] = {}
+    for node, eqn in zip(program.graph.nodes, program.eqns, strict=True):
+        dtypes = [str(product.invars[0].aval.dtype) for product in _products([eqn])]
+        for dtype in dtypes:
+            flops[dtype] = flops.get(dtype, 0.0) + node.flops / len(dtypes)
+    return max(flops, key=flops.__getitem__, default="float32")
+
+
+def _products(eqns: Iterable[Any]) -> Iterator[Any]:
+    """The costly equations among some, and in the bodies of loops and calls."""
+    for eqn in eqns:
+        if bodies := bodies_of(eqn):
+            yield from (product for body in bodies for product in _products(body.eqns))
+        elif is_costly(eqn):
+            yield eqn
 
 
 def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.roofline import least_rows
+from jaxsub.costs.roofline import TILE_ROWS, least_rows, product_dtype
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_within, run_of
 from jaxsub.jaxpr import compat
@@ -54,7 +54,8 @@ def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable
     """
     if n_bytes < TUNING.least_sliced_bytes:
         return ()
-    least, n_bytes = least_rows(target), on_all_devices(program, n_bytes)
+    least = min(least_rows(target, product_dtype(program)), TILE_ROWS)
+    n_bytes = on_all_devices(program, n_bytes)
     runs, refused = everywhere(program, n_bytes, least)
     batch = batch_run(program)
     whole = [_told(program, batch, least)] if isinstance(batch, Found) else []

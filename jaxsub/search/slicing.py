@@ -24,7 +24,7 @@ from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
-from jaxsub.costs.roofline import busy_rows, least_rows
+from jaxsub.costs.roofline import TILE_ROWS, busy_rows, least_rows, product_dtype
 from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import bodies_of_node, run_of
@@ -103,25 +103,26 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     """Sets of runs that may be executed in slices, those first that recompute nothing.
 
     The loss head; the whole function along its batch; the head and the widest run in the body of a loop or conditional;
-    all such runs; runs elsewhere too. Then the same in as many slices as their products allow.
+    all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as many rows as keep
+    the target busy, and last of a tile's.
 
     Args:
         program: The program.
         target: What it is planned for.
         n_bytes: The budget, of one device.
     """
-    n_bytes = on_all_devices(program, n_bytes)
-    least = least_rows(target)
-    busy = 0.0 if target.platform == "cpu" else busy_rows(target)  # a CPU's slices stay in its cache
+    n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
+    least = least_rows(target, dtype)
+    busy = 0.0 if target.platform == "cpu" else busy_rows(target, dtype)  # a CPU's slices stay in its cache
     batch = batch_run(program)
     whole = [batch] if isinstance(batch, Found) else []
     found, _ = everywhere(program, n_bytes, least)
     heads = [run for run in found if run.is_head]
     loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
     told: dict[tuple[Slices, ...], None] = {}
-    for is_least in (False, True):
+    for asked_bytes, rows in ((n_bytes, least), (1, least), (1, min(least, TILE_ROWS))):
         for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
-            counts = [_count(run, 1 if is_least else n_bytes, least) for run in runs]
+            counts = [_count(run, asked_bytes, rows) for run in runs]
             chosen = [run.slices(program, n, busy) for run, n in zip(runs, counts, strict=True) if n > 1]
             told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
     yield from (runs for runs in told if runs)
