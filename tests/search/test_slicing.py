@@ -10,7 +10,7 @@ from layers import tanh_layers
 import jaxsub
 from jaxsub.core.decisions import Slices
 from jaxsub.core.plan import Plan
-from jaxsub.costs.roofline import busy_rows, least_rows
+from jaxsub.costs.roofline import busy_rows, least_rows, product_dtype
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.flops import jaxpr_flops
@@ -325,9 +325,33 @@ def test_the_least_of_a_whole_function_in_slices_recomputes_inside_each():
 
 
 def test_rows_of_a_slice_by_target():
-    """As many rows as keep a device's arithmetic busy: 1,024 on an H100."""
-    assert least_rows(get_target("h100")) == 1024
+    """As many rows as keep a device's arithmetic busy: 1,024 on an H100 in bfloat16, half as many in float32."""
+    assert [least_rows(get_target("h100"), dtype) for dtype in ("bfloat16", "float32")] == [1024, 512]
     assert least_rows(get_target(None)) <= 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_in_loops_and_calls_have_the_dtype_of_most(dtype):
+    """Most of the FLOPs are of the loop's products, whatever the head is in."""
+
+    def loss(w, x):
+        x = lax.scan(lambda x, w: (jax.jit(jnp.tanh)(x @ w), None), x, w)[0]
+        return jnp.sum((x.astype("float16") @ w[0].astype("float16")).astype("float32"))
+
+    args = jax.ShapeDtypeStruct((8, 32, 32), dtype), jax.ShapeDtypeStruct((64, 32), dtype)
+    assert product_dtype(trace(loss, args, {})) == dtype
+
+
+def test_where_nothing_else_fits_slices_have_a_tile_of_rows():
+    """Each layer of an ensemble takes half of what is needed; its members or its rows are sliced all the same."""
+    weights = [jax.ShapeDtypeStruct((8, 256, 256), "float32")] * 6
+    members = jax.vmap(tanh_layers, (0, None))
+    loss = lambda weights, x: jnp.mean(members(weights, x))  # noqa: E731
+    args = weights, jax.ShapeDtypeStruct((1024, 256), "float32")
+    plain = jaxsub.measure(loss, *args, target="h100").temp_bytes
+    plan = jaxsub.plan(loss, *args, budget=plain // 4, target="h100", progress=False)
+    assert plan.measurement.temp_bytes <= plain // 4
+    assert plan.slices
 
 
 def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
