@@ -9,6 +9,7 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ except ImportError:  # private: any version may remove them
     ad_checkpoint = jax_callback = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+LEFT_OUT: ContextVar[bool] = ContextVar("callbacks_left_out", default=False)
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
 
 
@@ -192,9 +194,8 @@ def slice_eqn(made: Any) -> Any:
 
 @functools.cache
 def _slice_eqn() -> Any:
-    return jax.make_jaxpr(lambda x: jax.lax.dynamic_slice(x, (0,), (1,)))(jax.ShapeDtypeStruct((2,), "float32")).eqns[
-        -1
-    ]
+    pair = jax.ShapeDtypeStruct((2,), "float32")
+    return jax.make_jaxpr(lambda x: jax.lax.dynamic_slice(x, (0,), (1,)))(pair).eqns[-1]
 
 
 def is_var(atom: Any) -> bool:
@@ -391,27 +392,28 @@ def trace_context() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def callbacks_left_out() -> Iterator[None]:
-    """Lower host callbacks as their results in memory, which wait for the operands; nothing is called.
+    """Lower host callbacks, in this thread, as their results in memory, which wait for the operands.
 
-    For programs that are compiled for an absent device and never run: JAX lowers a callback for a backend that it has
-    started only. How it does is private; where that is not found, such programs are refused.
+    For absent devices: JAX lowers callbacks, privately, for a started backend only. Without that they are refused.
     """
-
-    def stand_in(ctx: Any, callback: Any, token: Any, operands: Any, operand_avals: Any, result_avals: Any,
-                 **_: Any) -> tuple[Any, Any, None]:  # fmt: skip
-        def results(*read: Any) -> Sequence[Any]:
-            made = [jnp.zeros(aval.shape, aval.dtype) for aval in result_avals]
-            return list(jax.lax.optimization_barrier((*made, *read)))[: len(made)]
-
-        rule = mlir.lower_fun(results, multiple_results=True)
-        here = ctx.replace(avals_in=tuple(operand_avals), avals_out=tuple(result_avals))
-        return rule(here, *operands), token, None
-
     lowered = getattr(jax_callback, "emit_python_callback", None)
-    if lowered is not None:
-        jax_callback.emit_python_callback = stand_in
+    if lowered is not None and not hasattr(lowered, "__wrapped__"):
+        jax_callback.emit_python_callback = _unless_left_out(lowered)
+    before = LEFT_OUT.set(True)
     try:
         yield
     finally:
-        if lowered is not None:
-            jax_callback.emit_python_callback = lowered
+        LEFT_OUT.reset(before)
+
+
+def _unless_left_out(lowered: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lowered)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        if not LEFT_OUT.get():
+            return lowered(*args, **kwargs)
+        ctx, _, token, operands, avals, found = args[:6]
+        results = lambda *read: fence([*(jnp.zeros(v.shape, v.dtype) for v in found), *read])[: len(found)]  # noqa: E731
+        here = ctx.replace(avals_in=tuple(avals), avals_out=tuple(found))
+        return mlir.lower_fun(results, multiple_results=True)(here, *operands), token, None
+
+    return lower

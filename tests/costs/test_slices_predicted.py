@@ -36,7 +36,10 @@ CASES = [
 @pytest.mark.parametrize(("fun", "x", "count"), CASES, ids=[f"{fun.__name__} in {n}" for fun, _, n in CASES])
 @pytest.mark.parametrize("is_planned", [False, True], ids=["kept", "least"])
 def test_slices_need_what_is_predicted(fun, x, count, is_planned):
-    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers."""
+    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers.
+
+    Their products with the cotangent are counted, which XLA leaves out where that is 1.
+    """
     program, cpu = trace(fun, (WEIGHTS, x), {}), get_target("cpu")
     (run,) = asked(program, {0: count})
     if is_planned:
@@ -50,4 +53,4 @@ def test_slices_need_what_is_predicted(fun, x, count, is_planned):
     (stage,) = folded.chain((0, len(folded.program.eqns))).stages
     verifier = Verifier(folded)
     measured = verifier.measure(verifier.empty()).temp_bytes
-    assert stage.keep_transient_bytes == pytest.approx(measured, rel=0.13)
+    assert 0.87 * measured <= stage.keep_transient_bytes <= 1.13 * measured + sum(w.nbytes for w in WEIGHTS)

@@ -1,5 +1,8 @@
 """Fused kernels for a GPU that is not there: exported, compiled, counted, planned round; what cannot be says why."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from six_layers import in_a_process
 
 import jaxsub
 from jaxsub.devices.aot import require_packages
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import jaxpr_flops
 
 HEADS, LENGTH, WIDTH = 8, 512, 512
@@ -181,6 +185,28 @@ def test_host_callbacks_are_not_called_and_their_results_count(call):
     w, x = 0.01 * jnp.ones((256, 256)), jnp.ones((256, 256))
     value, wanted = (jax.jit(jax.value_and_grad(f))(w, x) for f in (jaxsub.sublinear(fun, plan=plan), fun))
     chex.assert_trees_all_close(value, wanted, rtol=1e-5)
+
+
+def test_callbacks_are_called_while_others_are_left_out():
+    """Several threads may compile for absent GPUs, one ending before the other; what runs meanwhile calls its host."""
+    seen, is_inside, may_end = [], Event(), Event()
+
+    def leave_out():
+        with compat.callbacks_left_out():
+            is_inside.set()
+            may_end.wait()
+
+    other = ThreadPoolExecutor(1)
+    with compat.callbacks_left_out():
+        ended = other.submit(leave_out)
+        is_inside.wait()
+    report = jax.jit(lambda x: jax.debug.callback(seen.append, x))
+    report(1.0)
+    may_end.set()
+    ended.result()
+    jax.jit(lambda x: jax.debug.callback(seen.append, x + 1))(1.0)
+    jax.effects_barrier()
+    assert seen == [1.0, 2.0]
 
 
 def test_cudnn_attention_over_a_mesh():
