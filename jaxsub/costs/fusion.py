@@ -26,7 +26,8 @@ compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,9 +134,9 @@ class Lives:
 
     def reads(self, eqn: Any) -> frozenset[Any]:
         """Return the stored variables that an equation reads, through virtual ones; concatenations are merged."""
-        return self._roots({**self._through, **self._pieces} if is_concatenation(eqn) else self._through, eqn)
+        return self._roots(ChainMap(self._pieces, self._through) if is_concatenation(eqn) else self._through, eqn)
 
-    def _roots(self, roots: dict[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
+    def _roots(self, roots: Mapping[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
         return frozenset().union(*(roots.get(self.base(a), ()) for a in eqn.invars if compat.is_var(a)))
 
     def stores(self, eqn: Any) -> bool:

@@ -219,10 +219,9 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
     def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         moving = _moving(slices, active)
-        losses = [i for i in moving if isinstance(slices.states()[i], Total) and slices.wanted[i].aval.shape == ()]
-        if len(losses) == 1 == len(moving):
-            outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], losses[0])
-            found = {losses[0]: moved}
+        if (loss := _only_loss(slices, moving)) is not None:
+            outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], loss)
+            found = {loss: moved}
         else:
             outs, all_moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)), [primals[i] for i in active],
                                       [tangents[i] for i in active])  # fmt: skip
@@ -264,7 +263,13 @@ def makes_gradient(axis: Axis, outputs: Sequence[Any], differentiated: Collectio
     slices = _Slices(axis, _results(axis, outputs), axis.length)
     keys = (*(v for v, _ in axis.cut), *axis.reads)
     moving = _moving(slices, [i for i, v in enumerate(keys) if v in differentiated])
-    return slices.has_loss() and [slices.states()[i] for i in moving] == [Total("sum")]
+    return slices.has_loss() and _only_loss(slices, moving) is not None
+
+
+def _only_loss(slices: _Slices, moving: Sequence[int]) -> int | None:
+    """The result that moves, if it is only one and a scalar total."""
+    is_one = len(moving) == 1 and isinstance(slices.states()[moving[0]], Total)
+    return moving[0] if is_one and slices.wanted[moving[0]].aval.shape == () else None
 
 
 def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:

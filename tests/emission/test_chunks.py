@@ -11,7 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from random_chunks import along, check, check_number
 from random_steps import STEPS, UNARY
 
+from jaxsub.emission.chunks import makes_gradient
 from jaxsub.jaxpr import axis_rules, compat
+from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.flops import bodies_of, flops_of
 
 RNG = np.random.default_rng(0)
@@ -117,6 +119,24 @@ def test_a_loss_of_several_terms_and_of_complex_weights_is_one_sum(loss):
     gradient, plain = (jax.value_and_grad(f) for f in (lambda *args: chunked(4)(*args), loss))
     assert products_of(gradient, w, x) <= products_of(plain, w, x)
     chex.assert_trees_all_close(gradient(w, x), plain(w, x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_moves_beside_a_sum_that_does_not_is_no_loss():
+    """Moments of a batch, not a loss, beside a sum of the mask: no gradient is made in the forward pass."""
+
+    def moments(w, x):
+        mask = x[:, 0] > 0
+        return jnp.sum((x @ w) ** 2, 0) / jnp.maximum(jnp.sum(mask * 1.0), 1)
+
+    jaxpr = jax.make_jaxpr(moments)(W, X).jaxpr
+    axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[1], 0)
+    assert not makes_gradient(axis, jaxpr.outvars, jaxpr.invars)
+    jaxpr = jax.make_jaxpr(lambda w, x: moments(w, x).sum())(W, X).jaxpr
+    axis = follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[1], 0)
+    assert not makes_gradient(axis, jaxpr.outvars, jaxpr.invars)
+    mean = jax.make_jaxpr(lambda w, x: jnp.mean(x @ w, 0).mean())(W, X).jaxpr
+    axis = follow(mean.eqns, mean.invars, mean.outvars, mean.invars[1], 0)
+    assert makes_gradient(axis, mean.outvars, mean.invars)
 
 
 @jax.custom_vjp
