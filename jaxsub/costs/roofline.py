@@ -3,13 +3,9 @@
 **Roofline** (Williams, Waterman, Patterson, *Roofline: an insightful visual performance model*, CACM 2009): an equation
 whose result is stored takes the longer of two times: its arithmetic at the target's rate for the dtype (on tensor cores
 for matrix products), and its memory traffic at the target's bandwidth. Fused equations (`jaxsub.costs.fusion`) cost
-nothing themselves: the equation that stores the result of the fusion reads its roots. Rates are peaks that programs do
-not reach, and kernel launches, caches and occupancy are left out, so that only ratios mean much.
-
-**Rows of a slice**: a slice reads each weight twice and its running gradient twice again, in float32: with 2-byte
-weights 12 bytes for 6 FLOPs a row. As many rows as keep the target's arithmetic busy meanwhile are needed, rounded up
-to a power of two: 1,024 on an H100 in bfloat16, and fewer on a CPU. Each slice after the first adds that time to the
-run's.
+nothing themselves: the equation that stores the result of the fusion reads its roots. On a GPU each stored result is a
+kernel, and takes `KERNEL_SECONDS` beside. Rates are peaks that programs do not reach, and caches and occupancy are left
+out, so that only ratios mean much.
 
 **Profiled**: forward and backward pass of a stage are compiled for the device in use and timed, the median of several
 runs. The recompute of an option is the measured forward pass times its share of that pass by roofline.
@@ -17,7 +13,6 @@ runs. The recompute of an option is the measured forward pass times its share of
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import statistics
@@ -52,6 +47,13 @@ MATMULS = frozenset(
 
 PARTS = frozenset("slice dynamic_slice gather".split())
 """Primitives that read no more of an array than they make."""
+
+KERNEL_SECONDS = 7e-6
+"""What a kernel of a GPU takes however little it does: to launch, to fill the GPU and to drain it.
+
+Measured on an H200 (`examples/benchmarks/slices_on_gpu.py`): the same work in more kernels takes 5.5 µs longer for each
+of them, and five are launched for four that are counted here.
+"""
 
 RUNS = 7
 """Timed runs of each pass, in turn, after one that warms up caches."""
@@ -199,17 +201,50 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
         >>> f"{seconds * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
         '159 us for 137 GFLOPs and two passes over 32 MiB'
     """
-    lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias or {}, is_cpu=False)
-    seconds, fused = 0.0, dict[Any, frozenset[Any]]()  # what a variable that is not stored is computed from
+    return sum(_seconds(eqn, reads, target) for eqn, reads in _stored(eqns, inputs, outputs, alias or {}))
+
+
+def count_kernels(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any]) -> int:
+    """Count the results that equations store, those in loops as often as these run: a kernel each, on a GPU.
+
+    Example:
+        >>> layer = lambda x, _: (jnp.tanh(x @ x), None)
+        >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(layer, x, None, length=5)[0])(jnp.ones((64, 64)))
+        >>> count_kernels(jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars)
+        10
+    """
+    count = 0
+    for eqn, _ in _stored(eqns, inputs, outputs, {}):
+        inner = _in_bodies(eqn, lambda body: count_kernels(*flatten_closed(body)))
+        count += 1 if inner is None else int(inner)
+    return count
+
+
+def _stored(
+    eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], alias: dict[Any, Any]
+) -> Iterator[tuple[Any, frozenset[Any]]]:
+    """Equations whose results are stored, with what they read; the others are fused into them."""
+    lives = Lives(eqns, tuple(inputs), [v for v in outputs if compat.is_var(v)], alias, is_cpu=False)
+    fused: dict[Any, frozenset[Any]] = {}  # what a variable that is not stored is computed from
     for eqn in eqns:
         operands = [lives.base(a) for a in eqn.invars if compat.is_var(a)]
         is_part = _reads_part(eqn)
         reads = frozenset(eqn.outvars if is_part else ()).union(*(fused.get(v, (v,)) for v in operands if not is_part))
         if lives.stores(eqn) or (bodies_of(eqn) and is_costly(eqn)):
-            seconds += _seconds(eqn, reads, target)
+            yield eqn, reads
         else:
             fused.update((v, reads) for v in eqn.outvars)
-    return seconds
+
+
+def _in_bodies(eqn: Any, figure: Callable[[Any], float]) -> float | None:
+    """A figure of the costly bodies of an equation: of a loop once a step, of a conditional the largest."""
+    bodies = bodies_of(eqn)
+    if not (bodies and is_costly(eqn)):
+        return None
+    found = [figure(body) for body in bodies]
+    if eqn.primitive.name == "cond":
+        return max(found)
+    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
 def _reads_part(eqn: Any) -> bool:
@@ -218,12 +253,9 @@ def _reads_part(eqn: Any) -> bool:
 
 
 def _seconds(eqn: Any, reads: Iterable[Any], target: Target) -> float:
-    bodies = bodies_of(eqn)
-    if bodies and is_costly(eqn):
-        seconds = [eqns_seconds(*flatten_closed(body), target) for body in bodies]
-        if eqn.primitive.name == "cond":
-            return max(seconds)
-        return sum(seconds) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    inner = _in_bodies(eqn, lambda body: eqns_seconds(*flatten_closed(body), target))
+    if inner is not None:
+        return inner
     written = sum(_bytes(v) for v in eqn.outvars)
     if eqn.primitive.name in IN_PLACE and eqn.invars[0] in reads:
         reads = frozenset(reads) - {eqn.invars[0]}
@@ -231,55 +263,12 @@ def _seconds(eqn: Any, reads: Iterable[Any], target: Target) -> float:
     moved = sum(_bytes(v) for v in reads) + written
     dtype = next((str(a.aval.dtype) for a in eqn.invars if hasattr(a.aval, "dtype")), "float32")
     rate = target.rate(dtype, is_matmul=eqn.primitive.name in MATMULS)
-    return max(flops_of(eqn).total / rate, moved / target.bytes_per_second)
+    least = 0.0 if target.platform == "cpu" else KERNEL_SECONDS
+    return least + max(flops_of(eqn).total / rate, moved / target.bytes_per_second)
 
 
 def _bytes(v: Any) -> int:
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
-
-
-TILE_ROWS = 128
-"""Rows of a GPU's tile of a product: of fewer, a product takes as long."""
-
-
-def least_rows(target: Target, dtype: str = "bfloat16") -> int:
-    """Count the rows of a product of a dtype below which slices cost time; see the module.
-
-    Example:
-        >>> from jaxsub.devices.targets import get_target
-        >>> [least_rows(get_target("h100"), dtype) for dtype in ("bfloat16", "float32")]
-        [1024, 512]
-    """
-    return int(2 ** math.ceil(math.log2(busy_rows(target, dtype))))
-
-
-def busy_rows(target: Target, dtype: str = "bfloat16") -> float:
-    """Count the rows at which a product takes as long as to read its weights and add to their gradients.
-
-    A CPU computes in float32.
-    """
-    dtype = "float32" if target.platform == "cpu" else dtype
-    weight_bytes = jnp.dtype(dtype).itemsize
-    return target.rate(dtype, is_matmul=True) / target.bytes_per_second * (2 * weight_bytes + 8) / 6
-
-
-def product_dtype(program: Program) -> str:
-    """The dtype of the operands of most of a program's products, by FLOPs; float32 without any."""
-    flops: dict[str, float] = {}
-    for node, eqn in zip(program.graph.nodes, program.eqns, strict=True):
-        dtypes = [str(product.invars[0].aval.dtype) for product in _products([eqn])]
-        for dtype in dtypes:
-            flops[dtype] = flops.get(dtype, 0.0) + node.flops / len(dtypes)
-    return max(flops, key=flops.__getitem__, default="float32")
-
-
-def _products(eqns: Iterable[Any]) -> Iterator[Any]:
-    """The costly equations among some, and in the bodies of loops and calls."""
-    for eqn in eqns:
-        if bodies := bodies_of(eqn):
-            yield from (product for body in bodies for product in _products(body.eqns))
-        elif is_costly(eqn):
-            yield eqn
 
 
 def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:

@@ -10,9 +10,11 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 if __name__ == "__main__":  # before JAX is imported and can print anything
@@ -25,9 +27,13 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental import topologies
+from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+ATTENTION_BACKWARD = re.compile(r"__cudnn\$fmha\w*Backward")
 NO_TILES = "output tile sizes"
+ALIGNED = 256
+"""Bytes that cuDNN's workspaces are aligned to: one of them more is asked for."""
 MOST_KERNEL_BYTES = 2**26
 """XLA reads the whole cache in every compile."""
 FIELDS = tuple(f"{what}_size_in_bytes" for what in ("temp", "argument", "output", "alias", "host_temp"))
@@ -74,6 +80,42 @@ def compile_lowered(
     return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False}), True
 
 
+def attention_workspace(query: Sequence[int], key: Sequence[int], value: Sequence[int], n_bytes: int) -> int:
+    """Count the bytes that cuDNN's attention works with in its backward pass.
+
+    With a GPU, XLA asks cuDNN for them when it compiles; without one it leaves them out. cuDNN sums the query's
+    gradient and a term of each row in f32; where queries share keys, it makes the gradients of each query's own first.
+
+    Args:
+        query: Shape of the query's gradient: batch, heads, length, width.
+        key: The same of the key's.
+        value: The same of the value's.
+        n_bytes: Bytes of one element.
+    """
+    batch, heads, length, width = query
+    own = heads * key[2] * (key[3] + value[3]) * n_bytes if heads != key[1] else 0
+    return batch * (heads * length * (width + 1) * 4 + own) + ALIGNED
+
+
+def with_workspaces(lowered: Any) -> Any:
+    """Give calls of cuDNN's attention in a lowered program the memory that they work with; it is changed in place."""
+    for op in _operations(lowered.compiler_ir("stablehlo").operation):
+        if op.name == "stablehlo.custom_call" and ATTENTION_BACKWARD.fullmatch(op.attributes["call_target_name"].value):
+            query, key, value, *_, workspace = (ir.RankedTensorType(result.type) for result in op.results)
+            n_bytes = attention_workspace(query.shape, key.shape, value.shape, query.element_type.width // 8)
+            larger = ir.RankedTensorType.get([n_bytes], workspace.element_type, loc=op.location)
+            op.results[len(op.results) - 1].set_type(larger)
+    return lowered
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _operations(inner.operation)
+
+
 def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
     """Compile a serialised program and return its memory analysis, in bytes per device."""
     exported = jax.export.deserialize(bytearray(program))
@@ -82,7 +124,7 @@ def compile_program(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    lowered = jax.jit(exported.call, donate_argnums=tuple(request["donated"])).lower(*args)
+    lowered = with_workspaces(jax.jit(exported.call, donate_argnums=tuple(request["donated"])).lower(*args))
     kernels = kernel_cache(request["kernels"])
     return account(*compile_lowered(lowered, kernels, writes_products=request["writes_products"]))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.roofline import TILE_ROWS, least_rows, product_dtype
+from jaxsub.costs.slice_time import TILE_ROWS, least_rows, product_dtype
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_within, run_of
 from jaxsub.jaxpr import compat

@@ -5,7 +5,7 @@ from where little is alive in front of its producer to where little is alive beh
 program if that is the loss. Of all axes that are independent through the run the one that most of what it makes carries
 is taken. The number of slices is the least power of two that leaves the run a small share of
 the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxpr.product_rows`,
-`jaxsub.costs.roofline`).
+`jaxsub.costs.slice_time`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,8 @@ from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
-from jaxsub.costs.roofline import TILE_ROWS, busy_rows, least_rows, product_dtype
+from jaxsub.costs.roofline import count_kernels
+from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import bodies_of_node, run_of
@@ -40,9 +41,6 @@ from jaxsub.partition.traced_run import TracedRun, trace_run
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
-
-PASSES = 3
-"""Forward passes that a gradient takes: a backward pass is two."""
 
 
 class ChunksError(JaxsubError, ValueError):
@@ -62,6 +60,7 @@ class Found:
         carried_bytes: Bytes of what the run makes along the axis.
         rows: Rows of its products along the axis.
         run: The run, in the program that contains it.
+        n_kernels: Kernels of its forward pass.
         label: What it is called.
         is_head: Whether it ends the program in a loss: then no slice is recomputed, if its gradient scales.
         within: In which bodies of loops and conditionals it stands.
@@ -77,14 +76,15 @@ class Found:
     carried_bytes: int
     rows: int
     run: Callable[[], TracedRun]
+    n_kernels: Callable[[], int]
     label: str
     is_head: bool
     within: tuple[tuple[int, int], ...] = ()
     weight: float = 1.0
     split: Split = UNSPLIT
 
-    def slices(self, program: Program, count: int, busy_rows: float = 0.0) -> Slices:
-        """The run in slices; `busy_rows` (`jaxsub.costs.roofline`) are the target's, 0 where slices lose no time."""
+    def slices(self, program: Program, count: int, time: SliceTime = NO_TIME) -> Slices:
+        """The run in so many slices; `time` says what each costs."""
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
         every, own = (sum(node.flops for node in part) for part in (nodes, nodes[self.start : self.stop]))
         if self.is_head:
@@ -93,10 +93,11 @@ class Found:
             again = 0.0 if makes_gradient(self.axis, returns, moving) else own
         else:
             again = self.weight * choice_of(self.run(), ()).recompute_flops
-        once = PASSES * (again if self.within else own) * busy_rows / max(self.rows // self.split.parts, 1)
+        once = time.share(again if self.within else own, self.rows // self.split.parts,
+                          round(self.weight * self.n_kernels()))  # fmt: skip
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
                       again / max(every, 1.0), within=self.within, split=self.split,
-                      slowed_share=(count - 1) * once / max(every, 1.0))  # fmt: skip
+                      slowed_share=(count - 1) * once)  # fmt: skip
 
 
 def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple[Slices, ...]]:
@@ -113,7 +114,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     """
     n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
     least = least_rows(target, dtype)
-    busy = 0.0 if target.platform == "cpu" else busy_rows(target, dtype)  # a CPU's slices stay in its cache
+    time = slice_time(program, target, dtype)
     batch = batch_run(program)
     whole = [batch] if isinstance(batch, Found) else []
     found, _ = everywhere(program, n_bytes, least)
@@ -123,7 +124,7 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     for asked_bytes, rows in ((n_bytes, least), (1, least), (1, min(least, TILE_ROWS))):
         for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
             counts = [_count(run, asked_bytes, rows) for run in runs]
-            chosen = [run.slices(program, n, busy) for run, n in zip(runs, counts, strict=True) if n > 1]
+            chosen = [run.slices(program, n, time) for run, n in zip(runs, counts, strict=True) if n > 1]
             told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
     yield from (runs for runs in told if runs)
 
@@ -409,8 +410,8 @@ def _follow_all(
             continue
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
-        run = partial(trace_run, program, start, stop)
+        run, n_kernels = partial(trace_run, program, start, stop), cache(partial(count_kernels, eqns, reads, returns))
         is_head = program.loss is not None and stop == len(program.eqns)
         found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, rows_of(axis), run,
-                           _label(program, start, stop), is_head, split=split)  # fmt: skip
+                           n_kernels, _label(program, start, stop), is_head, split=split)  # fmt: skip
     return list(found.values()), refused

@@ -16,6 +16,7 @@ from six_layers import in_a_process
 
 import jaxsub
 from jaxsub.devices.aot import require_packages
+from jaxsub.devices.aot_worker import attention_workspace
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import jaxpr_flops
 
@@ -77,6 +78,23 @@ def test_cudnn_attention(cudnn):
     fused = jaxsub.measure(loss, WEIGHTS, X, target="h100")
     plain = jaxsub.measure(lambda w, x: loss(w, x, "xla"), WEIGHTS, X, target="h100")
     assert plain.temp_bytes - fused.temp_bytes > 4 * SCORES
+
+
+@pytest.mark.parametrize(
+    ("n_keys", "n_bytes"), [(32, 136_315_136), (8, 270_532_864)], ids=["its own keys", "shared keys"]
+)
+def test_attention_works_with_memory_of_its_own(cudnn, n_keys, n_bytes):
+    """Its backward pass has what XLA asks cuDNN for where there is a GPU: of shared keys as read off an H200."""
+    query, key = (jax.ShapeDtypeStruct((4, 4096, heads, 64), "bfloat16") for heads in (32, n_keys))
+
+    def fun(query, key, value):
+        return jnp.sum(jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"))
+
+    shapes = [(4, heads, 4096, 64) for heads in (32, n_keys, n_keys)]
+    assert attention_workspace(*shapes, 2) == n_bytes
+    found = jaxsub.measure(fun, query, key, key, target="h100", argnums=(0, 1, 2))
+    out = 4 * 4096 * 32 * 64 * 2
+    assert n_bytes + 2 * out <= found.temp_bytes < n_bytes + 4 * out
 
 
 def test_cudnn_attention_is_planned(cudnn):

@@ -10,7 +10,8 @@ from layers import tanh_layers
 import jaxsub
 from jaxsub.core.decisions import Slices
 from jaxsub.core.plan import Plan
-from jaxsub.costs.roofline import busy_rows, least_rows, product_dtype
+from jaxsub.costs.roofline import KERNEL_SECONDS
+from jaxsub.costs.slice_time import NO_TIME, busy_rows, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.flops import jaxpr_flops
@@ -355,17 +356,28 @@ def test_where_nothing_else_fits_slices_have_a_tile_of_rows():
 
 
 def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
-    """Half the batch at a time reads all weights twice: of few rows on a GPU that takes longer than to recompute."""
-    weights, shares = [jax.ShapeDtypeStruct((128, 128), "bfloat16")] * 16, {}
-    for rows, budget in ((2048, 0.6), (8192, 0.3)):
-        args = weights, jax.ShapeDtypeStruct((rows, 128), "bfloat16")
+    """Half the batch at a time reads all weights twice and launches all kernels twice: little work is done again."""
+    weights, shares = [jax.ShapeDtypeStruct((512, 512), "bfloat16")] * 16, {}
+    for rows, budget in ((8192, 0.6), (2**20, 0.3)):
+        args = weights, jax.ShapeDtypeStruct((rows, 512), "bfloat16")
         program = trace(tanh_layers, args, {}, argnums=0)
         (whole,) = next(runs for runs in candidates(program, get_target("h100"), 2**16) if runs[0].start == 0)
         shares[rows] = whole.slowed_share / (whole.count - 1)
         plan = jaxsub.plan(tanh_layers, *args, budget=budget, target="h100", verify=False, progress=False)
-        assert bool(plan.slices) == (rows > 2048)
-    assert shares[2048] == pytest.approx(3 * busy_rows(get_target("h100")) / 2048, rel=0.05)
-    assert shares[2048] == pytest.approx(4 * shares[8192], rel=0.05)
+        assert bool(plan.slices) == (rows > 8192)
+    assert shares[8192] > 10 * shares[2**20]
+
+
+def test_a_slice_costs_its_weights_and_its_kernels():
+    """As a share of a forward pass: the weights' traffic over the rows, and all kernels of three passes."""
+    args = [jax.ShapeDtypeStruct((512, 512), "bfloat16")] * 16, jax.ShapeDtypeStruct((8192, 512), "bfloat16")
+    h100 = get_target("h100")
+    time = slice_time(trace(tanh_layers, args, {}, argnums=0), h100, "bfloat16")
+    flops = 2.0 * 8192 * 512 * 512
+    weights = flops / h100.rate("bfloat16", is_matmul=True) * busy_rows(h100) / 8192
+    assert time.share(flops, 8192, 0) * time.forward_seconds == pytest.approx(3 * weights)
+    assert time.share(0.0, 8192, 2) * time.forward_seconds == pytest.approx(3 * 2 * KERNEL_SECONDS)
+    assert slice_time(trace(tanh_layers, args, {}, argnums=0), get_target("cpu"), "float32") == NO_TIME
 
 
 def test_axes_are_followed_from_the_wide_value(monkeypatch):
