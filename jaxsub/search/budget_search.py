@@ -86,7 +86,8 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     if search.best is None and known_share == math.inf:
         search.least()
         search.ease()
-    if plain.measurement is None and predicted_bytes(plain) <= TUNING.plain_far * search.may_be_plain_below():
+    expected = predicted_bytes(plain) * min((1.0, *search.errors))  # as others were, it may be predicted too large
+    if plain.measurement is None and expected <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget)

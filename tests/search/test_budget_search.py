@@ -22,11 +22,12 @@ BUDGET = 1_000_000
 class Table:
     """A planner, a pricer and a compiler: of (predicted, needed, recomputed), in shares of a budget and a forward pass.
 
-    Each partition has rows of its own, the least first. A program of one equation more is `n_equations` long.
+    Each partition has rows of its own, the least first. A program of one equation more is `n_equations` long, and
+    the plain program needs `plain_needs` budgets.
     """
 
-    def __init__(self, *ways, n_equations=99, seconds=0.0):
-        self.ways, self.known, self.compiles, self.seconds = ways, {}, 0, seconds
+    def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0):
+        self.ways, self.known, self.compiles, self.seconds, self.plain_needs = ways, {}, 0, seconds, plain_needs
         self.program = SimpleNamespace(eqns=range(n_equations))
         self.pricer = SimpleNamespace(chain=self.chain, share=1.0)
 
@@ -59,7 +60,7 @@ class Table:
     def measure(self, plan):
         if plan.segments not in self.known:
             self.compiles += 1
-            needed = 3.0
+            needed = self.plain_needs
             if plan.segments:
                 way, stop = plan.segments[0].start, plan.segments[0].stop
                 needed = self.ways[way][stop - way - 1][1]
@@ -251,6 +252,14 @@ def test_a_budget_far_below_everything_is_refused_after_one_compile():
     ways = ((0.9, 0.95, 0.5), (1.0, 1.0, 0.3)), ((0.92, 0.93, 0.6),)
     assert fitted(0.3, *ways) == (0.95, None, 1)
     assert fitted(0.95, *ways)[0] <= 0.95
+
+
+def test_where_predictions_are_far_too_high_the_function_as_it_is_is_looked_at():
+    """It is predicted to need 3 budgets and needs one, as the least plan does: a budget of one fits it."""
+    rows = ((2.8, 1.01, 0.5),)
+    assert fitted(0.9, rows, plain_needs=1.0)[1:] == (None, 2)
+    assert fitted(1.0, rows, plain_needs=1.0) == (1.0, 0.0, 2)
+    assert fitted(0.9, ((2.8, 2.81, 0.5),), plain_needs=1.0)[1:] == (None, 1)  # predictions hold: it is not compiled
 
 
 def test_of_partitions_the_first_is_taken_unless_another_spares_enough():
