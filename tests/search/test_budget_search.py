@@ -258,7 +258,9 @@ def test_where_predictions_are_far_too_high_the_function_as_it_is_is_looked_at()
     """It is predicted to need 3 budgets and needs one, as the least plan does: a budget of one fits it."""
     rows = ((2.8, 1.01, 0.5),)
     assert fitted(0.9, rows, plain_needs=1.0)[1:] == (None, 2)
-    assert fitted(1.0, rows, plain_needs=1.0) == (1.0, 0.0, 2)
+    table = Table(rows, plain_needs=1.0)
+    found = fit(table, Candidates(table.pricer, table, [(0, 99)]), Budget(), BUDGET, Effort())
+    assert (found.segments, found.measurement.temp_bytes) == ((), BUDGET)
     assert fitted(0.9, ((2.8, 2.81, 0.5),), plain_needs=1.0)[1:] == (None, 1)  # predictions hold: it is not compiled
 
 
