@@ -259,10 +259,13 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float,
-                               error: float = TUNING.median_error) -> Plan | None:  # fmt: skip
-        """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile."""
+    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float | None = None) -> Plan | None:
+        """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile.
+
+        Without an `error`, predictions err as those of plans by hand do in the median.
+        """
         share, most = self.verifier.pricer.share, self.most_share
+        error = error or (TUNING.by_hand_error if self.verifier.pricer.target.platform == "cpu" else TUNING.median_error)
 
         def expected(plan: Plan) -> float:
             probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)

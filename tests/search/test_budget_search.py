@@ -26,10 +26,10 @@ class Table:
     the plain program needs `plain_needs` budgets.
     """
 
-    def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0):
+    def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0, platform="cuda"):
         self.ways, self.known, self.compiles, self.seconds, self.plain_needs = ways, {}, 0, seconds, plain_needs
         self.program = SimpleNamespace(eqns=range(n_equations))
-        self.pricer = SimpleNamespace(chain=self.chain, share=1.0)
+        self.pricer = SimpleNamespace(chain=self.chain, share=1.0, target=SimpleNamespace(platform=platform))
 
     def chain(self, cuts):
         rows = next(rows for k, rows in enumerate(self.ways) if cuts[0] == k)
