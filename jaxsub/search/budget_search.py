@@ -239,7 +239,7 @@ class _Search:
                 n_far += 1
                 left = [p for p in left if predicted_bytes(p) < predicted_bytes(plan)]
                 most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5**n_far)))
-            error = max(TUNING.median_error, worst * 0.5 ** max(n_far, 1))
+            error = worst * 0.5 ** max(n_far, 1)
             fitting = known or [p for p in left if share * predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
             known = known[1:]
@@ -259,13 +259,17 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float | None = None) -> Plan | None:
+    @property
+    def hand_error(self) -> float:
+        """By what predictions of plans by hand err in the median."""
+        return TUNING.by_hand_error if self.verifier.pricer.target.platform == "cpu" else TUNING.median_error
+
+    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0) -> Plan | None:
         """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile.
 
-        Without an `error`, predictions err as those of plans by hand do in the median.
+        Predictions err by `error`, and at least as those of plans by hand do.
         """
-        share, most = self.verifier.pricer.share, self.most_share
-        error = error or (TUNING.by_hand_error if self.verifier.pricer.target.platform == "cpu" else TUNING.median_error)
+        share, most, error = self.verifier.pricer.share, self.most_share, max(error, self.hand_error)
 
         def expected(plan: Plan) -> float:
             probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
