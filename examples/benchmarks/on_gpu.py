@@ -142,11 +142,11 @@ def absent_name(device: jax.Device) -> str | None:
 
 
 def batches(is_toy: bool) -> dict[str, Any]:
-    """The largest batch that a memory is said to hold, planned, and whether it runs."""
+    """The largest batch that a memory is said to hold, planned without slices, and whether it runs."""
 
     def step_for(batch: int) -> tuple[Callable, tuple[Any, ...]]:
         loss, args = llama(is_toy, batch=batch)
-        return jax.value_and_grad(jaxsub.sublinear(loss, progress=False)), jax.eval_shape(lambda: args)
+        return jax.value_and_grad(jaxsub.sublinear(loss, chunks=False, progress=False)), jax.eval_shape(lambda: args)
 
     found = jaxsub.max_batch(step_for, memory=BATCH_MEMORY[is_toy], progress=False)
     _, args = llama(is_toy, batch=found.planned)

@@ -48,8 +48,8 @@ class Tuning:
             between it and the budget are tried.
         median_error: By so much predictions err in the median (`examples/results/prediction`), as often too low as too
             high: a plan that is predicted to need so much more than the budget fits one time in four.
-        by_hand_error: Of plans by hand on a CPU: XLA stores bfloat16 in float32 there, or not, as its version likes, and
-            fuses loss heads otherwise. On an H100 it is the other median (decoders of `examples/results/by_hand`).
+        by_hand_error: The same of plans by hand on a CPU, where XLA's versions store bfloat16 otherwise; for an H100 it
+            is the median above (decoders of `examples/results/by_hand`).
         least_probability: A plan by hand is compiled where the probability that it fits is at least this, or where the
             gain times that probability is what alone would be worth a compile.
         prediction_error: By so many times predictions err at worst. A plan leaves no more room than that.
