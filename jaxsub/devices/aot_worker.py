@@ -102,7 +102,8 @@ def with_workspaces(lowered: Any) -> Any:
     for op in _operations(lowered.compiler_ir("stablehlo").operation):
         if op.name == "stablehlo.custom_call" and ATTENTION_BACKWARD.fullmatch(op.attributes["call_target_name"].value):
             query, key, value, *_, workspace = (ir.RankedTensorType(result.type) for result in op.results)
-            n_bytes = attention_workspace(query.shape, key.shape, value.shape, query.element_type.width // 8)
+            dtype: Any = query.element_type
+            n_bytes = attention_workspace(query.shape, key.shape, value.shape, dtype.width // 8)
             larger = ir.RankedTensorType.get([n_bytes], workspace.element_type, loc=op.location)
             op.results[len(op.results) - 1].set_type(larger)
     return lowered
