@@ -155,7 +155,8 @@ def tried(budget, needs, best=None, is_head=False, said=(), known=()):
         return Plan("f", Budget(), 9, (Segment(int(i), int(i) + 1),), planner=str(i), prediction=prediction)
 
     program = SimpleNamespace(eqns=())
-    verifier = SimpleNamespace(program=program, pricer=SimpleNamespace(share=1.0), measure=measure,
+    pricer = SimpleNamespace(share=1.0, target=SimpleNamespace(platform="cuda"))
+    verifier = SimpleNamespace(program=program, pricer=pricer, measure=measure,
                                is_known=lambda plan: int(plan.planner) in known)  # fmt: skip
     search = _Search(verifier, None, budget, Effort(), 0.0)
     if best is not None:
