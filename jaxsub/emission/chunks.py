@@ -8,12 +8,13 @@ slice's shape.
 **What changes in rounding.** Sums over the axis are sums of the slices' sums; nothing else changes. Results narrower
 than 32 bits are summed in float32, and rounded once.
 
-**Gradients in the forward pass.** Where the only result with a tangent is one scalar sum, a loss, the derivative rule
-computes each slice's gradient right after its forward pass: no slice is recomputed. It is a `custom_jvp` rule whose
-tangent is the inner product of these gradients and the input tangents, so reverse mode scales them by the cotangent;
-forward mode and batches are right as well. Second derivatives differentiate the rule: a scan of checkpointed slices.
-Where other results have tangents, or several sums do, the rule is the scan's own. The rule decides when the derivative
-is taken, from the symbolic zeros among its tangents.
+**Gradients in the forward pass.** Where the only result with a tangent is one scalar sum, a loss, or all others are
+auxiliary results of the function, the derivative rule computes each slice's gradient right after its forward pass: no
+slice is recomputed. It is a `custom_jvp` rule whose tangent is the inner product of these gradients and the input
+tangents, so reverse mode scales them by the cotangent; forward mode and batches are right as well. Second derivatives
+differentiate the rule: a scan of checkpointed slices. The tangents of auxiliary results are the scan's own, dead code
+unless somebody reads them. Where other results have tangents, or several sums do, the rule is the scan's. The rule
+decides when the derivative is taken, from the symbolic zeros among its tangents.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def sliced(
     count: int,
     one: Callable[..., Any] | None = None,
     split: Split = UNSPLIT,
+    auxiliary: Collection[Any] = (),
 ) -> Callable[..., Values]:
     """Make a function of a run's inputs that runs it in slices, `count` at most.
 
@@ -56,6 +58,7 @@ def sliced(
         count: In how many slices, at most.
         one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
         split: Over which devices the axis is split; the count times their number divides its length.
+        auxiliary: Of the outputs those that are not expected to be differentiated. If they are, that takes longer.
 
     Example:
         >>> from jaxsub.jaxpr.axes import follow
@@ -65,7 +68,7 @@ def sliced(
         5.0488
     """
     wanted = _results(axis, outputs)
-    plainly = _Slices(axis, wanted, -(-axis.length // count), one, split)
+    plainly = _Slices(axis, wanted, -(-axis.length // count), one, split, _read_for(axis, auxiliary, outputs))
     slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
@@ -105,6 +108,15 @@ def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v for v in read if v in axis.places)
 
 
+def _read_for(axis: Axis, auxiliary: Collection[Any], outputs: Sequence[Any]) -> frozenset[Any]:
+    """Variables that are read for outputs that are not auxiliary."""
+    read = {v for v in outputs if compat.is_var(v) and v not in auxiliary}
+    for eqn in reversed(axis.after):
+        if not read.isdisjoint(eqn.outvars):
+            read.update(a for a in eqn.invars if compat.is_var(a))
+    return frozenset(read)
+
+
 def whole_step(eqn: Any) -> Step:
     """An equation that runs once, at the whole shape."""
     return Step(eqn, tuple(eqn.invars), (None,) * len(eqn.invars), tuple(eqn.outvars), (None,) * len(eqn.outvars))
@@ -119,6 +131,7 @@ class _Slices:
     size: int
     planned: Callable[..., Any] | None = None
     split: Split = UNSPLIT
+    read: frozenset[Any] = frozenset()
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -218,14 +231,16 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 
     def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        moving = _moving(slices, active)
+        moving, found = _moving(slices, active), dict[int, Any]()
         if (loss := _only_loss(slices, moving)) is not None:
             outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], loss)
-            found = {loss: moved}
-        else:
-            outs, all_moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)), [primals[i] for i in active],
-                                      [tangents[i] for i in active])  # fmt: skip
+        if moving != [loss]:  # dead code where nothing but the loss is differentiated
+            plain_outs, all_moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)),
+                                            [primals[i] for i in active], [tangents[i] for i in active])  # fmt: skip
+            outs = plain_outs if loss is None else outs
             found = {i: all_moved[i] for i in moving}
+        if loss is not None:
+            found[loss] = moved
         return outs, tuple(found[i] if i in found else _zero(o) for i, o in enumerate(outs))
 
     call.defjvp(rule, symbolic_zeros=True)
@@ -255,19 +270,22 @@ def scales(steps: Sequence[Step]) -> bool:
     return True
 
 
-def makes_gradient(axis: Axis, outputs: Sequence[Any], differentiated: Collection[Any]) -> bool:
+def makes_gradient(
+    axis: Axis, outputs: Sequence[Any], differentiated: Collection[Any], auxiliary: Collection[Any] = ()
+) -> bool:
     """Whether the gradient of a run is made in the forward pass: it has one sum that moves, and its gradient scales.
 
-    Of the variables that the run reads, `differentiated` have tangents.
+    Of the variables that the run reads, `differentiated` have tangents; of the outputs, `auxiliary` are not counted.
     """
-    slices = _Slices(axis, _results(axis, outputs), axis.length)
+    slices = _Slices(axis, _results(axis, outputs), axis.length, read=_read_for(axis, auxiliary, outputs))
     keys = (*(v for v, _ in axis.cut), *axis.reads)
     moving = _moving(slices, [i for i, v in enumerate(keys) if v in differentiated])
     return slices.has_loss() and _only_loss(slices, moving) is not None
 
 
 def _only_loss(slices: _Slices, moving: Sequence[int]) -> int | None:
-    """The result that moves, if it is only one and a scalar total."""
+    """The result that moves, if it is only one beside auxiliary ones, and a scalar total."""
+    moving = [i for i in moving if slices.wanted[i] in slices.read]
     is_one = len(moving) == 1 and isinstance(slices.states()[moving[0]], Total)
     return moving[0] if is_one and slices.wanted[moving[0]].aval.shape == () else None
 

@@ -36,6 +36,15 @@ def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], li
     return eqns, list(reads), returns
 
 
+def auxiliary_of(program: Program, start: int, stop: int) -> set[Any]:
+    """The variables of a run that are results of a loss beside it, and read by nothing behind the run."""
+    if program.loss is None:
+        return set()
+    made = {v for eqn in program.eqns[start:stop] for v in eqn.outvars}
+    read = {a for eqn in program.eqns[stop:] for a in eqn.invars if compat.is_var(a)}
+    return {v for v in program.outvars if v in made} - read - {program.outvars[program.loss]}
+
+
 def axis_of(program: Program, slices: Slices) -> Axis:
     """Follow the axis along which a run is sliced.
 
@@ -209,7 +218,8 @@ def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[t
 def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
     one = _planned_slice(program, slices)
-    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.split)
+    auxiliary = auxiliary_of(program, slices.start, slices.stop)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.split, auxiliary)
 
     def run(*args: Any) -> list[Any]:
         return list(function(*args))

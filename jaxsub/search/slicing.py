@@ -28,7 +28,7 @@ from jaxsub.costs.roofline import count_kernels
 from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
-from jaxsub.emission.folding import bodies_of_node, run_of
+from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
 from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
@@ -90,7 +90,8 @@ class Found:
         if self.is_head:
             moving = {program.variable(v.index) for v in program.graph.values if v.is_differentiated}
             returns = run_of(program, self.start, self.stop)[2]
-            again = 0.0 if makes_gradient(self.axis, returns, moving) else own
+            auxiliary = auxiliary_of(program, self.start, self.stop)
+            again = 0.0 if makes_gradient(self.axis, returns, moving, auxiliary) else own
         else:
             again = self.weight * choice_of(self.run(), ()).recompute_flops
         once = time.share(again if self.within else own, self.rows // self.split.parts,

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from random_chunks import along, check, check_number
 from random_steps import STEPS, UNARY
 
+import jaxsub
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.jaxpr import axis_rules, compat
 from jaxsub.jaxpr.axes import follow
@@ -119,6 +120,40 @@ def test_a_loss_of_several_terms_and_of_complex_weights_is_one_sum(loss):
     gradient, plain = (jax.value_and_grad(f) for f in (lambda *args: chunked(4)(*args), loss))
     assert products_of(gradient, w, x) <= products_of(plain, w, x)
     chex.assert_trees_all_close(gradient(w, x), plain(w, x), rtol=1e-5, atol=1e-6)
+
+
+def with_auxiliary(w, x):
+    """As people return them: predictions of each row, and a metric that has a gradient too."""
+    predicted = jnp.tanh(x @ w)
+    return jnp.mean(predicted**2), {"predicted": predicted, "norm": jnp.sum(jnp.abs(predicted))}
+
+
+def test_auxiliary_results_do_not_run_slices_twice():
+    """Predictions and metrics that depend on weights: no product runs twice, and all results are the plain ones."""
+    w, x = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((8, 6), (12, 8)))
+    in_slices = jaxsub.sublinear(with_auxiliary, chunks={0: 4}, progress=False, cache=False)
+    assert in_slices.plan(w, x).slices[0].count == 4
+    gradient, plain = (jax.value_and_grad(f, has_aux=True) for f in (in_slices, with_auxiliary))
+    assert products_of(gradient, w, x) <= products_of(plain, w, x)
+    chex.assert_trees_all_close(gradient(w, x), plain(w, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["predicted", "norm"])
+def test_auxiliary_results_have_derivatives(name):
+    """Of these alone, with the loss, and forward."""
+    w, x = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((8, 6), (12, 8)))
+    in_slices = jaxsub.sublinear(with_auxiliary, chunks={0: 4}, progress=False, cache=False)
+
+    def alone(f):
+        return lambda w: jnp.sum(f(w, x)[1][name] ** 2)
+
+    def both(f):
+        return lambda w: f(w, x)[0] * jnp.sum(f(w, x)[1][name] ** 2)
+
+    for of in (alone, both):
+        chex.assert_trees_all_close(jax.grad(of(in_slices))(w), jax.grad(of(with_auxiliary))(w), rtol=1e-3, atol=1e-3)
+    forward = (jax.jvp(lambda w, f=f: f(w, x), (w,), (w,)) for f in (in_slices, with_auxiliary))
+    chex.assert_trees_all_close(*forward, rtol=1e-5, atol=1e-5)
 
 
 def test_what_moves_beside_a_sum_that_does_not_is_no_loss():
