@@ -27,6 +27,7 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
+from jaxsub.devices.targets import Target
 from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
@@ -259,20 +260,19 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    @property
-    def hand_error(self) -> float:
-        """By what predictions of plans by hand err in the median."""
-        return TUNING.by_hand_error if self.verifier.pricer.target.platform == "cpu" else TUNING.median_error
-
     def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0) -> Plan | None:
         """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile.
 
         Predictions err by `error`, and at least as those of plans by hand do.
         """
-        share, most, error = self.verifier.pricer.share, self.most_share, max(error, self.hand_error)
+        share, most, error = (
+            self.verifier.pricer.share,
+            self.most_share,
+            max(error, by_hand_error(self.verifier.pricer.target)),
+        )
 
         def expected(plan: Plan) -> float:
-            probability = _fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
+            probability = fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
             gain = probability * (most - recomputed_share(plan))
             is_likely = probability >= TUNING.least_probability
             return round(gain, 3) if is_likely or gain > self.effort.gain_by_hand else 0.0
@@ -339,13 +339,18 @@ class _Search:
             low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
 
 
-def _fitting_probability(share: float, error: float = TUNING.median_error) -> float:
+def by_hand_error(target: Target) -> float:
+    """By what predictions of plans by hand err in the median on a target."""
+    return TUNING.by_hand_error if target.platform == "cpu" else TUNING.median_error
+
+
+def fitting_probability(share: float, error: float = TUNING.median_error) -> float:
     """How probable it is that what is predicted to need this share of a limit fits.
 
     Errors fall off exponentially, half of them at `error`.
 
     Example:
-        >>> [round(_fitting_probability(share), 2) for share in (0.97, 1.0, 1.03)]
+        >>> [round(fitting_probability(share), 2) for share in (0.97, 1.0, 1.03)]
         [0.75, 0.5, 0.25]
     """
     tail: float = 0.5 ** (1 + abs(share - 1) / error)

@@ -24,6 +24,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
+from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.sliceable import named
 from jaxsub.search.slicing import Chunks, asked, candidates
@@ -141,9 +142,11 @@ class _Search:
         for _ in range(TUNING.slice_sets + (WHOLE in sets)):
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
-            sets.pop(found[1])
+            (does_not_fit, _, cost, _), chosen = found
+            chosen = WHOLE if WHOLE in sets and not does_not_fit and self._may_spare(cost) else chosen
+            sets.pop(chosen)
             known_share = self._least_cost()  # fewer slices are better at the same cost
-            for runs in dict.fromkeys((self._fewest(found[1]), found[1])):
+            for runs in dict.fromkeys((self._fewest(chosen), chosen)):
                 if self._try(runs, known_share):
                     if (fewer := self._fewest(runs, self.plans[-1])) != runs:
                         self._try(fewer, known_share)
@@ -171,6 +174,15 @@ class _Search:
     def _is_far(self) -> bool:
         """Whether the program without slices is predicted to need far more than the budget."""
         return self._said()[1] > TUNING.plain_far * self.n_bytes
+
+    def _may_spare(self, cost: float) -> bool:
+        """Whether the program without slices, predicted not to fit, may spare so much of a cost that it comes first."""
+        least = self._said()[1]
+        if not least:
+            return False
+        share = recomputed_share(self._planned(WHOLE, Budget(least)))
+        probability = fitting_probability(least / self.n_bytes, by_hand_error(self.target))
+        return probability * (cost - share) > TUNING.compile_gain
 
     def _may_err(self) -> bool:
         """Whether the program without slices may fit though it is predicted not to, by hand perhaps.
