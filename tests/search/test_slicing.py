@@ -8,7 +8,11 @@ from jax import lax
 from layers import tanh_layers
 
 import jaxsub
+from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Slices
+from jaxsub.core.errors import InfeasibleBudgetError
+from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.costs.roofline import KERNEL_SECONDS
 from jaxsub.costs.slice_time import NO_TIME, busy_rows, least_rows, product_dtype, slice_time
@@ -17,7 +21,7 @@ from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
-from jaxsub.search.slice_search import _least_gain
+from jaxsub.search.slice_search import _least_gain, sliced_or_whole
 from jaxsub.search.slicing import ChunksError, candidates, everywhere
 
 ROWS, WIDTH, CLASSES = 512, 32, 8192
@@ -366,6 +370,29 @@ def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
         plan = jaxsub.plan(tanh_layers, *args, budget=budget, target="h100", verify=False, progress=False)
         assert bool(plan.slices) == (rows > 8192)
     assert shares[8192] > 10 * shares[2**20]
+
+
+@pytest.mark.parametrize(("least", "is_first"), [(1.03, True), (1.5, False)])
+def test_the_program_without_slices_comes_first_where_it_may_spare_much(least, is_first):
+    """It is predicted a little too large, and to recompute less than plans in slices by more than a forward pass."""
+    args = HEAD, X, Y
+    program = trace(classify, args, {}, argnums=0)
+    asked, budget = [], 2**20
+
+    def whole(given, at_most, is_trusted, known_share=np.inf):
+        is_sliced = len(given.eqns) < len(program.eqns)
+        needed = int(budget * (0.9 if is_sliced else least if is_trusted else 1.0))
+        if not is_trusted:
+            asked.append(is_sliced)
+        if needed > at_most.n_bytes:
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
+        measured = None if is_trusted else Measurement(needed, 0, 0, 0, None, 0.0, "h100")
+        prediction = Prediction(needed, 2.0 if is_sliced else 0.6, 1.0, 0, "by hand")
+        return Plan("f", at_most, len(given.eqns), prediction=prediction, measurement=measured)
+
+    plan = sliced_or_whole(program, get_target("h100"), Budget(budget), "auto", whole)
+    assert asked[0] is not is_first
+    assert not is_first or not plan.slices
 
 
 def test_a_slice_costs_its_weights_and_its_kernels():
