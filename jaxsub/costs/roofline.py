@@ -198,8 +198,8 @@ def eqns_seconds(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[A
         >>> from jaxsub.devices.targets import get_target
         >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(*[jnp.ones((4096, 4096), "bfloat16")] * 2)
         >>> seconds = eqns_seconds(jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, get_target("h100"))
-        >>> f"{seconds * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs and two passes over 32 MiB"
-        '159 us for 137 GFLOPs and two passes over 32 MiB'
+        >>> f"{seconds * 1e6:.0f} us for {2 * 4096**3 / 1e9:.0f} GFLOPs, two passes over 32 MiB and two kernels"
+        '173 us for 137 GFLOPs, two passes over 32 MiB and two kernels'
     """
     return sum(_seconds(eqn, reads, target) for eqn, reads in _stored(eqns, inputs, outputs, alias or {}))
 

@@ -231,16 +231,15 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
 
     def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        moving, found = _moving(slices, active), dict[int, Any]()
-        if (loss := _only_loss(slices, moving)) is not None:
-            outs, moved = _with_gradient(slices, primals, active, [tangents[i] for i in active], loss)
-        if moving != [loss]:  # dead code where nothing but the loss is differentiated
-            plain_outs, all_moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)),
-                                            [primals[i] for i in active], [tangents[i] for i in active])  # fmt: skip
-            outs = plain_outs if loss is None else outs
-            found = {i: all_moved[i] for i in moving}
-        if loss is not None:
-            found[loss] = moved
+        moving, given = _moving(slices, active), [tangents[i] for i in active]
+        loss, found = _only_loss(slices, moving), dict[Any, Any]()
+        if loss is not None and moving == [loss]:
+            outs, found[loss] = _with_gradient(slices, primals, active, given, loss)
+        else:
+            outs, moved = jax.jvp(lambda *xs: slices(*_put(primals, active, xs)), [primals[i] for i in active], given)
+            found = {i: moved[i] for i in moving}
+            if loss is not None:  # the rest is dead code unless it is differentiated
+                outs, found[loss] = _with_gradient(slices, primals, active, given, loss)
         return outs, tuple(found[i] if i in found else _zero(o) for i, o in enumerate(outs))
 
     call.defjvp(rule, symbolic_zeros=True)
