@@ -42,7 +42,8 @@ def auxiliary_of(program: Program, start: int, stop: int) -> set[Any]:
         return set()
     made = {v for eqn in program.eqns[start:stop] for v in eqn.outvars}
     read = {a for eqn in program.eqns[stop:] for a in eqn.invars if compat.is_var(a)}
-    return {v for v in program.outvars if v in made} - read - {program.outvars[program.loss]}
+    loss = program.outvars[program.loss]
+    return {v for v in program.outvars if compat.is_var(v) and v in made and v is not loss} - read
 
 
 def axis_of(program: Program, slices: Slices) -> Axis:

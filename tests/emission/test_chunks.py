@@ -123,9 +123,10 @@ def test_a_loss_of_several_terms_and_of_complex_weights_is_one_sum(loss):
 
 
 def with_auxiliary(w, x):
-    """As people return them: predictions of each row, and a metric that has a gradient too."""
+    """As people return them: predictions of each row, a metric that has a gradient too, constants and arguments."""
     predicted = jnp.tanh(x @ w)
-    return jnp.mean(predicted**2), {"predicted": predicted, "norm": jnp.sum(jnp.abs(predicted))}
+    norm = jnp.sum(jnp.abs(predicted))
+    return jnp.mean(predicted**2), {"predicted": predicted, "norm": norm, "rate": 0.1, "weights": w, "x": x}
 
 
 def test_auxiliary_results_do_not_run_slices_twice():
