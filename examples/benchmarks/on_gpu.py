@@ -56,9 +56,13 @@ def llama(is_toy: bool, wrap: Any = None, batch: int | None = None) -> tuple[Cal
     """The league's decoder at a small size."""
     size = TOY_LLAMA if is_toy else LLAMA
     size = size if batch is None else Size(**{f: getattr(size, f) for f in Size.__slots__} | {"batch": batch})
+    return decoder.loss_of(size, WHOLE if wrap else PLAIN), arguments(size)
+
+
+def arguments(size: Size) -> tuple[Any, jax.Array]:
+    """A decoder's weights and tokens, which are random: the gradients of equal ones would all be added to one row."""
     weights, tokens = decoder.shapes(size)
-    words = jax.random.randint(jax.random.key(0), tokens.shape, 0, size.words, "int32")  # equal ones would all collide
-    return decoder.loss_of(size, WHOLE if wrap else PLAIN), (filled(weights), words)
+    return filled(weights), jax.random.randint(jax.random.key(0), tokens.shape, 0, size.words, "int32")
 
 
 def resnet(is_toy: bool, wrap: Any = None) -> tuple[Callable, tuple[Any, ...]]:

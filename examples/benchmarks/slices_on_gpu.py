@@ -15,10 +15,8 @@ The last line is what each kernel costs: from 4 slices to 8, how much longer a s
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,14 +28,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "league")]
 
 import decoder  # noqa: E402
-from on_gpu import LLAMA, TOY_LLAMA, absent_name, filled  # noqa: E402
+from on_gpu import LLAMA, TOY_LLAMA, absent_name, arguments, timed  # noqa: E402
 from policies import PLAIN, SIZES, WHOLE, Size  # noqa: E402
 from records import Cell, Measured, mib, run_cells  # noqa: E402
 
 import jaxsub  # noqa: E402
 
 GIB = 2**30
-STEPS, WARM_UP = 7, 2
 LEAST = "dots_with_no_batch_dims_saveable"
 SLICES = (4, 8)
 
@@ -46,21 +43,17 @@ def measured(size: Size, make: Callable[[], Callable]) -> dict[str, Any]:
     """One cell: a gradient is compiled, timed, and profiled once."""
     device, fun = jax.devices()[0], make()
     shapes = decoder.shapes(size)
-    args = filled(shapes[0]), jax.random.randint(jax.random.key(0), shapes[1].shape, 0, size.words, "int32")
+    args = arguments(size)
     step = jax.jit(jax.value_and_grad(fun)).lower(*args).compile()
     figures: dict[str, Any] = {"bytes": step.memory_analysis().temp_size_in_bytes, "device": device.device_kind}
     if (absent := absent_name(device)) is not None:
         figures["absent_bytes"] = jaxsub.measure(fun, *shapes, target=absent).temp_bytes
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        begun = time.perf_counter()
-        jax.block_until_ready(step(*args))
-        seconds.append(time.perf_counter() - begun)
+    seconds = timed(step, args)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step(*args))
         found = kernels(Path(folder))
-    return {**figures, **found, "step_seconds": statistics.median(seconds[WARM_UP:]), "slices": told(fun, shapes)}
+    return {**figures, **found, "step_seconds": seconds, "slices": told(fun, shapes)}
 
 
 def kernels(folder: Path) -> dict[str, Any]:

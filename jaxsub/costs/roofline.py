@@ -51,8 +51,8 @@ PARTS = frozenset("slice dynamic_slice gather".split())
 KERNEL_SECONDS = 7e-6
 """What a kernel of a GPU takes however little it does: to launch, to fill the GPU and to drain it.
 
-Measured on an H200 (`examples/benchmarks/slices_on_gpu.py`): the same work in more kernels takes 5.5 µs longer for each
-of them, and five are launched for four that are counted here.
+On an H200 the same work in more kernels takes 5.4 µs longer for each of them (`python
+examples/benchmarks/slices_on_gpu.py --draw`). One that is counted here stands for a little more: copies are left out.
 """
 
 RUNS = 7

@@ -265,11 +265,8 @@ class _Search:
 
         Predictions err by `error`, and at least as those of plans by hand do.
         """
-        share, most, error = (
-            self.verifier.pricer.share,
-            self.most_share,
-            max(error, by_hand_error(self.verifier.pricer.target)),
-        )
+        share, most = self.verifier.pricer.share, self.most_share
+        error = max(error, by_hand_error(self.verifier.pricer.target))
 
         def expected(plan: Plan) -> float:
             probability = fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
