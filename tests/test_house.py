@@ -29,8 +29,8 @@ partition: __init__ cuts inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats fusion live_ranges cond_options dead_inputs roofline slice_time scan_options chain_builder
-search: __init__ bracket by_hand slicing sliceable belonging candidates name_overrides named_policy verify budget_search
-    slice_search frontier_points repeated_effects plan_cache progress annotate pipeline call_sites
+search: __init__ bracket by_hand slicing sliceable belonging candidates name_overrides named_policy verify propagated
+    budget_search slice_search frontier_points repeated_effects plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor

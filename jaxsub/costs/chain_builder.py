@@ -36,8 +36,8 @@ from jaxsub.costs.scan_options import LoopChoice, loop_choices
 from jaxsub.devices.targets import Target
 from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import gathered_at_once, scaled, with_gathered
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.shardings import WHOLE, Shares, gathered_at_once, scaled, with_gathered
+from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.partition.min_cut import Choice, choices
@@ -69,10 +69,11 @@ class Pricer:
         progress: Called with each label as something is timed.
         profile: Where seconds come from: `False` or `"roofline"` for the target's figures, `True` to time the stages
             on the device. Where it is not `False`, stages and options have seconds, and chains are weighed by them.
-        share: The share of all bytes that one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
+        shares: What one device holds, where the program is sharded (`jaxsub.jaxpr.shardings`).
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
         prices: Costs that are known already, from other programs with equal runs perhaps.
+        sized: The program, the bytes of its values counted by what one device holds of them.
     """
 
     program: Program
@@ -80,10 +81,11 @@ class Pricer:
     store: Store | None = None
     progress: Callable[[str], None] = lambda label: None
     profile: bool | str = False
-    share: float = 1.0
+    shares: Shares = WHOLE
     gathered: tuple[int, ...] = ()
     offload: str | None = None
     prices: Prices = field(default_factory=Prices)
+    sized: Program = field(init=False)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], tuple[int, ...]], Chain] = field(init=False, default_factory=dict)
     _loops: frozenset[int] = field(init=False)
@@ -93,8 +95,9 @@ class Pricer:
         if self.offload:
             require_memory(self.target, self.offload)
         self.program = replace(self.program, platform=self.target.platform)
-        self._loops = frozenset(find_nested(self.program))
-        self._clock = Clock(self.program, self.target, self.profile is True, self.store, self.progress)
+        self.sized = self.program.sized(self.shares)
+        self._loops = frozenset(find_nested(self.sized))
+        self._clock = Clock(self.sized, self.target, self.profile is True, self.store, self.progress)
 
     def chain(self, cuts: Sequence[int], *, sizes: Sequence[int] = TUNING.region_sizes) -> Chain:
         """Price stages and regions.
@@ -112,10 +115,10 @@ class Pricer:
         runs = list(pairwise(cuts))
         free = [run for run in runs if not self._is_pinned(*run, cuts)]
         zeros = shared_zeros(self._run(*run, cuts)[0] for run in free)
-        ends = block_ends(self.program.graph, cuts)[:-1]
+        ends = block_ends(self.sized.graph, cuts)[:-1]
         blocks = [b for b in pairwise(ends) if not self._is_pinned(cuts[b[0]], cuts[b[1]], cuts)]
         traced = {run: self._run(*run, cuts) for run in free}
-        dead = dead_inputs(self.program.graph, runs, traced, gpu=self.target.gpu)
+        dead = dead_inputs(self.sized.graph, runs, traced, gpu=self.target.gpu)
         stages = tuple(self._stage(start, stop, dead.get((start, stop), ()), cuts, zeros) for start, stop in runs)
         spans = spans_of(cuts, ends, sizes)
         wanted = dict.fromkeys((*self._worth(spans, cuts), *blocks))
@@ -124,10 +127,10 @@ class Pricer:
             Item(s, s + 1, tuple(self._loop_options(stage))) for s, stage in enumerate(stages) if self._is_loop(stage)
         ]
         dead = {run: found for run, found in dead.items() if self._dead_bytes(*run, found, run == runs[-1])}
-        marked = dead_crossings(self.program.graph, cuts, dead)
-        crossings = find_crossings(self.program.graph, cuts)
+        marked = dead_crossings(self.sized.graph, cuts, dead)
+        crossings = find_crossings(self.sized.graph, cuts)
         crossings = tuple(replace(c, is_spent=(c.made, c.last) in marked) for c in crossings)
-        chain = Chain(stages, tuple(items), crossings, self.program.fingerprint, "analytic",
+        chain = Chain(stages, tuple(items), crossings, self.sized.fingerprint, "analytic",
                       self._clock.origin if self._minimises_seconds else "",
                       saves_in_nests=compat.saves_in_nests())  # fmt: skip
         return run_passes(chain, self._passes())
@@ -137,12 +140,17 @@ class Pricer:
         if self.share != 1.0:
             yield Pass("one device's share of each byte", partial(scaled, share=self.share))
         if self.gathered:
-            program, gathered = self.program, self.gathered
+            program, gathered = self.sized, self.gathered
             at_once = gathered_at_once(program.eqns, program.invars, program.shardings, gathered)
             yield Pass("weights gathered where they are read",
                        partial(with_gathered, graph=program.graph, gathered=gathered, at_once=at_once))  # fmt: skip
         if self._minimises_seconds:
             yield Pass("FLOPs weighed by seconds", by_seconds)
+
+    @property
+    def share(self) -> float:
+        """The share of most bytes that one device holds."""
+        return self.shares.most
 
     @property
     def _minimises_seconds(self) -> bool:
@@ -176,12 +184,12 @@ class Pricer:
 
     def _is_pinned(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> bool:
         """Tell whether a run is never wrapped: an equation must run once, or its backward pass cannot be traced."""
-        must_run_once = not all(node.can_recompute for node in self.program.graph.nodes[start:stop])
+        must_run_once = not all(node.can_recompute for node in self.sized.graph.nodes[start:stop])
         return must_run_once or self._found_run(start, stop, cuts) is None
 
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
-            self._kinds[start, stop] = kind_of(self.program.graph, self.program.signatures, start, stop)
+            self._kinds[start, stop] = kind_of(self.sized.graph, self.sized.signatures, start, stop)
         return self._kinds[start, stop]
 
     def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> Traced:
@@ -193,8 +201,8 @@ class Pricer:
         kind = self._kind(start, stop)
         if kind not in self.prices.traced:
             try:
-                marked = _worth_marking(self.program.graph, cuts, start, stop, self._choices)
-                traced = trace_run(self.program, start, stop, marked)
+                marked = _worth_marking(self.sized.graph, cuts, start, stop, self._choices)
+                traced = trace_run(self.sized, start, stop, marked)
                 self.prices.traced[kind] = traced, choices(traced)
             except NoBackwardPass:
                 self.prices.traced[kind] = None
@@ -209,12 +217,12 @@ class Pricer:
         return self.target.platform == "cpu"
 
     def _hoisting(self, start: int, stop: int, zeros: Zeros) -> str:
-        if stop == len(self.program.eqns):
+        if stop == len(self.sized.eqns):
             return ""  # its backward pass starts at once, and both passes are priced together
         return hoisting(self._run(start, stop)[0], zeros, is_cpu=self._is_cpu)
 
     def _stage(self, start: int, stop: int, dead: tuple[int, ...], cuts: tuple[int, ...], zeros: Zeros) -> Stage:
-        graph = self.program.graph
+        graph = self.sized.graph
         nodes = graph.nodes[start:stop]
         is_last = stop == len(graph.nodes)
         passes = self._seconds(start, stop) if self._minimises_seconds else StageSeconds(0.0, 0.0)
@@ -226,7 +234,7 @@ class Pricer:
         dead_bytes = self._dead_bytes(start, stop, dead, is_last)
         what = self._hoisting(start, stop, zeros)
         hoisted = self._bytes(what, start, stop, ()) if what else 0
-        if self._is_cpu and self.program.eqns[start].primitive.name == "scan":
+        if self._is_cpu and self.sized.eqns[start].primitive.name == "scan":
             hoisted = max(hoisted, keep)  # what a loop keeps it stacks in zeros
         ahead = hoisted if what == TOGETHER else 0
         sums = summed_sizes(graph, cuts, start, stop)
@@ -261,15 +269,15 @@ class Pricer:
         what = "last" if is_last else "keep"
         if not dead:
             return 0
-        inputs = self._run(start, stop)[0].inputs
-        size, keep = sum(aval_bytes(inputs[i].aval) for i in dead), self._bytes(what, start, stop, ())
+        traced = self._run(start, stop)[0]
+        size, keep = sum(traced.bytes_of(traced.inputs[i]) for i in dead), self._bytes(what, start, stop, ())
         held = self._bytes("last" if is_last else "held", start, stop, dead)
         return min(size, max(0, size + keep - held), keep)
 
     def _seconds(self, start: int, stop: int) -> StageSeconds:
         """Estimate or time the passes of a stage."""
         if self._is_pinned(start, stop):
-            eqns = self.program.eqns[start:stop]
+            eqns = self.sized.eqns[start:stop]
             return StageSeconds(eqns_seconds(eqns, (), eqns[-1].outvars, self.target), 0.0)
         traced, found = self._run(start, stop)
         return self._clock.stage(self._kind(start, stop), (start, stop), traced, found[-1].saved)
@@ -282,7 +290,7 @@ class Pricer:
     def _options(
         self, cuts: tuple[int, ...], first: int, end: int, stages: Sequence[Stage], zeros: Zeros
     ) -> tuple[Option, ...]:
-        graph, start, stop = self.program.graph, cuts[first], cuts[end]
+        graph, start, stop = self.sized.graph, cuts[first], cuts[end]
         found = self._run(start, stop, cuts)[1]
         hoisted = sum(s.hoisted_bytes for s in stages)
         pace, options = self._pace(stages) if self._minimises_seconds else 0.0, []
@@ -319,15 +327,15 @@ class Pricer:
                 kept = min(c.kept_bytes, c.transient_bytes)
                 yield Option((), kept, c.transient_bytes, flops, seconds, (loop,), flops, False, seconds,
                              is_hoisted=is_hoisted)  # fmt: skip
-            if c.transient_bytes < least_bytes and stage.stop < len(self.program.eqns) and not is_hoisted:
+            if c.transient_bytes < least_bytes and stage.stop < len(self.sized.eqns) and not is_hoisted:
                 least_bytes = c.transient_bytes
                 yield Option((), 0, c.transient_bytes, stage.tail_flops + flops, stage.tail_seconds + seconds, (loop,),
                              flops, loop_seconds=seconds)  # fmt: skip
 
     def _choices_of(self, node: int) -> tuple[LoopChoice | BranchChoice, ...]:
-        if self.program.eqns[node].primitive.name == "cond":
-            return branch_choices(self.program, node, self._body_chain)
-        return loop_choices(self.program, node, self._body_chain, gpu=self.target.gpu)
+        if self.sized.eqns[node].primitive.name == "cond":
+            return branch_choices(self.sized, node, self._body_chain)
+        return loop_choices(self.sized, node, self._body_chain, gpu=self.target.gpu)
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:
         """Price a loop's body or a branch."""
@@ -335,8 +343,8 @@ class Pricer:
 
     def _bytes(self, what: str, start: int, stop: int, saved: tuple[int, ...]) -> int:
         """Predict the bytes of a pass of a run, once for all runs of a kind (`analytic.counted`)."""
-        at_once = what == "last" and self.program.loss is not None
-        spare = loop_gradient_sizes(self.program.graph, start) if stop == len(self.program.eqns) else ()
+        at_once = what == "last" and self.sized.loss is not None
+        spare = loop_gradient_sizes(self.sized.graph, start) if stop == len(self.sized.eqns) else ()
         key = what, self._kind(start, stop), saved, at_once, spare
         if key not in self.prices.known:
             traced, gpu = self._run(start, stop)[0], self.target.gpu

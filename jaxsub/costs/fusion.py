@@ -78,6 +78,7 @@ class Lives:
         alias: Variables that are other variables.
         is_cpu: Whether to compile for a CPU rather than a GPU.
         gpu: The GPU, for split-K products; `None` for no split-K.
+        sizes: Bytes of variables that do not count as their shapes say.
         stored: The variables that kernels make.
         kernels: The kernels, in the order of the equations.
     """
@@ -88,6 +89,7 @@ class Lives:
     alias: dict[Any, Any]
     is_cpu: bool = True
     gpu: Target | None = None
+    sizes: Mapping[Any, int] = field(default_factory=dict)
     stored: set[Any] = field(init=False, default_factory=set)
     kernels: list[Kernel] = field(init=False, default_factory=list)
     _bases: dict[Any, Any] = field(init=False, default_factory=dict)
@@ -127,6 +129,9 @@ class Lives:
         while found is not None:
             atom, found = found, self._bases.get(found)
         return atom
+
+    def _bytes(self, v: Any) -> int:
+        return self.sizes.get(v) or array_bytes(v)
 
     def ends(self) -> set[Any]:
         """Return the buffers of the outputs."""
@@ -316,7 +321,7 @@ class Lives:
         self.kernels += kernels_in_parts(eqn, position, reads, self._parts[v])
         roots = frozenset([(v, PARTS)])
         if v in self.stored:
-            self.kernels.append(Kernel(position, (v,), roots, (array_bytes(v),), shape=v.aval.shape))
+            self.kernels.append(Kernel(position, (v,), roots, (self._bytes(v),), shape=v.aval.shape))
             roots = frozenset([v])
         self._through[v] = self._direct[v] = roots
         self._plain[v] = frozenset([v]) if v in self.stored else frozenset()
@@ -343,7 +348,7 @@ class Lives:
 
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset(), each: tuple[frozenset[Any], ...] = ()) -> None:  # fmt: skip
-        eqn, sizes = self.eqns[position], tuple(array_bytes(v) for v in made)
+        eqn, sizes = self.eqns[position], tuple(map(self._bytes, made))
         inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state,), state
@@ -364,7 +369,7 @@ class Lives:
             is_shared = len(self._readers[v]) > 1 or v not in self._remade
             if self.is_cpu and is_copied(eqn, place) and is_shared:
                 reads = self._remade.get(v, frozenset([v]))
-                self.kernels.append(Kernel(position, ((v, position),), reads, (array_bytes(v),)))
+                self.kernels.append(Kernel(position, ((v, position),), reads, (self._bytes(v),)))
                 yield (v, position)
             else:
                 yield v

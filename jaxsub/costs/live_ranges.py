@@ -23,7 +23,6 @@ from jaxsub.costs.multi_output_fusion import joined
 from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_bytes, schedule
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.partition.traced_run import TracedRun
 
 Found = TypeVar("Found")
@@ -48,8 +47,8 @@ def backward_bytes(
     eqns, stored = recomputed(traced, frozenset(saved))
     given = (*stored, *traced.cotangents)
     lives = Lives((*eqns, *traced.backward), (*given, *traced.inputs), traced.backward_outputs, traced.aliases,
-                  gpu is None, gpu)  # fmt: skip
-    at_start = {v: aval_bytes(v.aval) for v in given}
+                  gpu is None, gpu, traced.sizes)  # fmt: skip
+    at_start = {v: traced.bytes_of(v) for v in given}
     written, scattered = (found - set(given) for found in _written(traced, lives))
     free = written | scattered | (set(traced.inputs) - set(given))
     return _least_peak(traced, lives, lives.kernels, at_start, free, written, n_late=len(eqns), spare=spare)
@@ -83,7 +82,8 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
         return 0
     eqns, _ = recomputed(traced, frozenset())
     given = (*traced.inputs, *traced.cotangents)
-    lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True)
+    lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True,
+                  sizes=traced.sizes)  # fmt: skip
     straight = _written(traced, lives)[1]
     return sum(n for k in lives.kernels if not k.reads
                for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
@@ -143,7 +143,7 @@ def pinned_stage(graph: Graph, start: int, stop: int, kind: int, seconds: float)
 def forward_bytes(traced: TracedRun, *, gpu: Target | None = None) -> int:
     """Predict the bytes that a forward pass alone allocates beside inputs and outputs, with no residuals."""
     eqns = compat.needed_for(traced.returned, traced.forward, traced.inputs)
-    lives = Lives(eqns, traced.inputs, traced.returned, {}, gpu is None, gpu)
+    lives = Lives(eqns, traced.inputs, traced.returned, {}, gpu is None, gpu, traced.sizes)
     order = schedule(lives.kernels, lives.given, gpu is None)
     return peak_bytes(order, {}, lives.ends(), lives.ends() | set(traced.inputs))
 
@@ -157,7 +157,7 @@ def kept_bytes(traced: TracedRun, made: Sequence[int] = (), *, gpu: Target | Non
         gpu: The GPU to compile for; `None` for a CPU.
     """
     inputs = {traced.inputs[i] for i in made} & _residuals(traced, gpu).keys()
-    return sum(_kept(traced, gpu).values()) + sum(aval_bytes(v.aval) for v in inputs)
+    return sum(_kept(traced, gpu).values()) + sum(map(traced.bytes_of, inputs))
 
 
 def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target | None = None) -> tuple[int, ...]:
@@ -217,8 +217,8 @@ def unwrapped_bytes(
     lives = _unwrapped(traced, gpu)
     kernels, counted = lives.kernels, {traced.inputs[i] for i in made}
     returned = {lives.base(v) for v in traced.returned if compat.is_var(v)}
-    sizes = {v: aval_bytes(v.aval) for v in traced.cotangents}
-    at_start = {v: aval_bytes(v.aval) for v in counted}
+    sizes = {v: traced.bytes_of(v) for v in traced.cotangents}
+    at_start = {v: traced.bytes_of(v) for v in counted}
     if at_once:
         at_start |= sizes
     elif sizes:
@@ -250,7 +250,8 @@ def _cached(find: Callable[[TracedRun, Target | None], Found]) -> Callable[[Trac
 def _unwrapped(traced: TracedRun, gpu: Target | None) -> Lives:
     """Make the kernels of an unwrapped run, forward and then backward."""
     return Lives((*traced.forward, *traced.backward), (*traced.inputs, *traced.cotangents),
-                 (*traced.returned, *traced.backward_outputs), traced.aliases, gpu is None, gpu)  # fmt: skip
+                 (*traced.returned, *traced.backward_outputs), traced.aliases, gpu is None, gpu,
+                 traced.sizes)  # fmt: skip
 
 
 @_cached
@@ -261,7 +262,7 @@ def _residuals(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
     """
     lives = _unwrapped(traced, gpu)
     waiting, found = set(traced.cotangents), set[Any]()
-    sizes = {v: aval_bytes(v.aval) for v in traced.inputs}
+    sizes = {v: traced.bytes_of(v) for v in traced.inputs}
     for kernel in lives.kernels:
         is_late = (
             not waiting.isdisjoint(kernel.reads | kernel.after)

@@ -39,7 +39,7 @@ from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import choices
 from jaxsub.partition.traced_run import TracedRun, trace_run
@@ -183,7 +183,7 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
     differentiated = [i in body.differentiated for i in range(len(body.invars))]
-    sizes = [aval_bytes(v.aval) for v in body.invars]
+    sizes = [value.n_bytes for value in body.graph.values[: len(body.invars)]]
     carry = range(n_consts, n_consts + n_carry)
     xs = range(n_consts + n_carry, len(sizes))
     steps: list[_Step] = []
@@ -242,7 +242,7 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: i
     carry = {v for v, read in reads.items() if n_consts <= read < n_consts + n_carry}
     stepwise = traced.made_from([v for v, read in reads.items() if read >= n_consts])
     residuals = {r for r in traced.residuals if compat.is_var(r) and r not in reads.keys() - carry}
-    kept = {r: aval_bytes(r.aval) for r in residuals if hasattr(r.aval, "dtype")}
+    kept = {r: traced.bytes_of(r) for r in residuals}
     once = sum(n_bytes for r, n_bytes in kept.items() if r not in stepwise)
     inside = Inside(ways=inner)
     yield _Step({"inside": inside}, sum(kept.values()) - once, need(()), inner_flops, once)
@@ -250,7 +250,7 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: i
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         flops = choice.recompute_flops + inner_flops
         fields = {"inside": inside, "is_recomputed": True, "saved": choice.saved}
-        entry_bytes = sum(aval_bytes(v.aval) for v in carry & traced.read_with(choice.saved))
+        entry_bytes = sum(map(traced.bytes_of, carry & traced.read_with(choice.saved)))
         yield _Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
 
 

@@ -121,18 +121,18 @@ def cross_compile(
     return CrossCompiled(**answer, flops=flops)
 
 
-def lowered_text(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> str:
-    """Lower to text without source lines; arguments and errors as in `cross_compile`."""
+def lower(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> Any:
+    """Lower for an absent GPU; arguments and errors as in `cross_compile`."""
     require_packages()
     mesh = _mesh_of((args, kwargs), target)
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
     try:
         with _without_callbacks():
-            return str(jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,)).as_text())
+            return jitted.trace(*shapes, **named).lower(lowering_platforms=(target.platform,))
     except ValueError as error:
         if mesh is None or NEEDS_DEVICES not in str(error):
             raise
-        return str(_lowered_here(jitted, (shapes, named), target, mesh).as_text())
+        return _lowered_here(jitted, (shapes, named), target, mesh)
 
 
 def require_packages(is_installed: Callable[[str], bool] | None = None) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.measurement import Measurement
-from jaxsub.devices.aot import cross_compile
+from jaxsub.devices.aot import NEEDS_DEVICES, cross_compile, lower
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.jaxpr.compat import cpu_measuring_options
 
@@ -54,6 +54,19 @@ def compile_for(
     with jax.default_device(target.device):
         compiled: Compiled = jitted.lower(*placed).compile(compiler_options=options or None)
     return compiled
+
+
+def lower_for(fun: Callable[..., Any], args: Sequence[Any], target: Target) -> Any:
+    """Lower a function of shapes for a target; over an abstract mesh only what partitions itself needs its devices."""
+    jitted: Any = jax.jit(fun)
+    if not target.is_present:
+        return lower(jitted, args, target)
+    try:
+        return jitted.trace(*args).lower(lowering_platforms=(target.platform,))
+    except ValueError as error:
+        if NEEDS_DEVICES not in str(error):
+            raise
+    return jitted.lower(*jax.tree.map(lambda leaf: _place(leaf, target), tuple(args)))
 
 
 def measurement(compiled: Compiled, target: Target, seconds: float) -> Measurement:

@@ -64,7 +64,7 @@ def body_program(program: Program, node: int) -> Program:
     positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
     names = ["const"] * len(invars)
     body = program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
-    return program.part(body)
+    return program.part(body, node)
 
 
 def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
@@ -73,7 +73,7 @@ def branch_programs(program: Program, node: int) -> tuple[Program, ...]:
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars][1:]
     branches = (_branch_program(branch, active) for branch in eqn.params["branches"])
-    return tuple(map(program.part, branches))
+    return tuple(program.part(branch, node, number) for number, branch in enumerate(branches))
 
 
 def _branch_program(branch: Any, active: Sequence[bool]) -> Program:

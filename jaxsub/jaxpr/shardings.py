@@ -5,10 +5,11 @@ compiler reports the memory of each device: a budget means these bytes. Sharding
 `jax.ShapeDtypeStruct`s, from types (on a mesh with explicit axes), or from the user (`in_shardings=`): with automatic
 axes a value inside `jax.jit` has no known sharding.
 
-Stages are priced whole, as on one device. The share that each device holds is measured as a ratio, the plain gradient's
-bytes compiled over the mesh against the predicted bytes; compiles of plans correct its errors. Without a compile the
-share is that of the data, whose sharding activations follow; weights that are sharded along the data's axes count whole
-where they are read, since each device gathers them there.
+Stages are priced whole, as on one device, and all bytes are scaled by the share that one device holds of most of them.
+Values of which it holds another share count as so much larger or smaller (`Shares`). The shares come from the
+compiler's own propagation of shardings (`jaxsub.search.propagated`); compiles of plans correct what is left. Where it
+cannot be had, as with named axes, the share is that of the data, whose sharding activations follow. Weights that are
+sharded along the data's axes count whole where they are read, since each device gathers them there.
 
 On several hosts each process traces, plans and compiles by itself. Planning has no randomness, so all find the same
 plan. Where their compilers might differ, plan on one and send its `Plan.to_json()` to the others, by
@@ -18,8 +19,8 @@ plan. Where their compilers might differ, plan on one and send its `Plan.to_json
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax.core
@@ -29,6 +30,25 @@ from jaxsub.core.chain import Chain
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph
 from jaxsub.jaxpr import compat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares:
+    """What one device holds of the values of a program.
+
+    Attributes:
+        most: The share of most bytes.
+        values: The share of each value, in the order of `Graph.values`, over `most`.
+        bodies: The same for the bodies of loops and conditionals, by node and number.
+    """
+
+    most: float
+    values: tuple[float, ...] = ()
+    bodies: Mapping[tuple[int, int], Shares] = field(default_factory=dict)
+
+
+WHOLE = Shares(1.0)
+"""All of every value."""
 
 Shardings = tuple[NamedSharding, ...]
 """One for each flat input of a program; empty for a program on one device."""

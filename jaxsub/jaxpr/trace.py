@@ -26,7 +26,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signature_of
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last, scope_of
-from jaxsub.jaxpr.shardings import Shardings, all_shardings
+from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
 """Primitives with float outputs through which no gradient flows."""
@@ -57,6 +57,7 @@ class Program:
         shardings: The sharding of each input; empty for a program on one device.
         platform: The platform to compile for, such as `cuda`; empty if not known yet.
         is_inside_sharded: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
+        shares: What one device holds of its values, where the bytes of the graph are counted by that.
     """
 
     eqns: tuple[Any, ...]
@@ -72,6 +73,7 @@ class Program:
     shardings: Shardings = ()
     platform: str = ""
     is_inside_sharded: bool = False
+    shares: Shares | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -101,9 +103,22 @@ class Program:
                           set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
         return replace(made, shardings=self.shardings, platform=self.platform, is_inside_sharded=self.is_inside_sharded)
 
-    def part(self, inner: Program) -> Program:
+    def part(self, inner: Program, node: int | None = None, number: int = 0) -> Program:
         """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
-        return replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
+        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
+        return found if self.shares is None or node is None else found.sized(self.shares.bodies.get((node, number)))
+
+    def sized(self, shares: Shares | None) -> Program:
+        """Count the bytes of values by what one device holds of them, relative to most others.
+
+        Weights that lie whole on each device count no larger: what is hosted in their gradients is predicted better so.
+        """
+        if shares is None or len(shares.values) != len(self.graph.values):
+            return self
+        pairs = ((v, min(1.0, s) if v.producer is None and v.is_differentiated else s)
+                 for v, s in zip(self.graph.values, shares.values, strict=True))  # fmt: skip
+        values = tuple(v if share == 1.0 else replace(v, n_bytes=math.ceil(v.n_bytes * share)) for v, share in pairs)
+        return replace(self, graph=replace(self.graph, values=values), shares=shares)
 
 
 def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:

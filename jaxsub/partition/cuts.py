@@ -219,7 +219,8 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
     ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop),
              graph.is_slice_joined(v, start, stop)) for v in place]  # fmt: skip
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
-    digest.update(repr((ends, returns)).encode())
+    sizes = [graph.values[v].n_bytes for v in (*place, *made)]  # of one device: equal shapes may be split otherwise
+    digest.update(repr((ends, returns, sizes)).encode())
     return digest.hexdigest()
 
 

@@ -25,7 +25,6 @@ import numpy as np
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of
-from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.partition.traced_run import TracedRun
 
 INFINITE = 2**30
@@ -103,7 +102,7 @@ class _Cut:
             offset = traced.mark_of(eqn)
             for var in eqn.outvars:
                 v = vertex[var] = 2 + len(eqns) + len(vertex)
-                producers[v], sizes[v] = 2 + e, aval_bytes(var.aval) if hasattr(var.aval, "dtype") else 0
+                producers[v], sizes[v] = 2 + e, traced.bytes_of(var)
                 if offset is None:
                     edges.append((v, 2 + e, -1))
                 else:

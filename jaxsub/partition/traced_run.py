@@ -9,6 +9,7 @@ a barrier stands behind each, and what reads the value reads the barrier's resul
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_nam
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
 
 PADS = {"pad": 0, "dynamic_update_slice": 1}
@@ -48,6 +49,7 @@ class TracedRun:
         weights: For each value in `function.reads`, whether it is an input of the program.
         returned: Atoms of `forward` that the run returns.
         marks: Results of the barriers behind marked values, each with its value's offset from the first that is made.
+        sizes: Bytes of the values of which a device holds another share than of most (`jaxsub.jaxpr.shardings.Shares`).
     """
 
     function: RunFunction
@@ -61,6 +63,7 @@ class TracedRun:
     weights: tuple[bool, ...]
     returned: tuple[Any, ...]
     marks: Mapping[Any, int]
+    sizes: Mapping[Any, int] = field(default_factory=dict)
 
     @property
     def cotangents(self) -> tuple[Any, ...]:
@@ -87,6 +90,10 @@ class TracedRun:
             if not found.isdisjoint(filter(compat.is_var, eqn.invars)):
                 found.update(eqn.outvars)
         return frozenset(found)
+
+    def bytes_of(self, v: Any) -> int:
+        """The bytes of a value of either pass; 0 for other values than arrays."""
+        return self.sizes.get(v) or (aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0)
 
     def mark_of(self, eqn: Any) -> int | None:
         """The offset of the value that an equation marks, or `None`."""
@@ -192,6 +199,7 @@ class _Composed:
     given: dict[Any, Any] = field(init=False, default_factory=dict)  # residuals -> inputs of the backward pass
     sums: dict[int, Any] = field(init=False, default_factory=dict)  # values -> their cotangents so far
     marks: dict[Any, int] = field(init=False, default_factory=dict)
+    sizes: dict[Any, int] = field(init=False, default_factory=dict)
 
     def run(self) -> TracedRun:
         """Compose both passes."""
@@ -204,6 +212,8 @@ class _Composed:
         returned = tuple(self.atoms[program.variable(v)] for v in function.returns)
         cotangents = {v: compat.new_var(program.variable(v).aval) for v in function.returns}
         self.sums.update(cotangents)
+        for value, variable in (*zip(function.reads, inputs, strict=True), *cotangents.items()):
+            self._size([variable], [value])
         for i, passes, inner in reversed(done):
             if passes is not None:
                 self._run_backward(i, passes, inner, wanted)
@@ -216,7 +226,7 @@ class _Composed:
         weights = tuple(graph.values[v].producer is None for v in function.reads)
         return TracedRun(function, tuple(live_eqns(self.forward, (*given, *returned))), inputs, tuple(given),
                          tuple(backward), (*given.values(), *cotangents.values()), tuple(gradients), free, weights,
-                         returned, self.marks)  # fmt: skip
+                         returned, self.marks, self.sizes)  # fmt: skip
 
     def _with_cotangents(self, function: RunFunction) -> set[int]:
         """Find the values made here whose cotangents are needed: those that a differentiated result depends on."""
@@ -232,6 +242,7 @@ class _Composed:
         active = tuple(k for k, v in enumerate(node.outputs) if v in wanted)
         if not active:
             self.forward.append(eqn.replace(invars=[renamed(self.atoms, a) for a in eqn.invars]))
+            self._size(eqn.outvars, node.outputs)
             self.atoms.update((v, self._marked(v, value)) for v, value in zip(eqn.outvars, node.outputs, strict=True))
             return i, None, {}
         passes = self._passes(i, active)
@@ -239,6 +250,7 @@ class _Composed:
         by_result = passes.outputs[0] if is_known_by_result(eqn) else None
         for part in passes.forward:
             self.forward.append(with_new_names(part, inner))
+            self._size(self.forward[-1].outvars, (*node.inputs, *node.outputs))
             if by_result in part.outvars:
                 inner[by_result] = self._marked(inner[by_result], node.outputs[0])
         order = (*active, *(k for k in range(len(node.outputs)) if k not in active))
@@ -272,6 +284,7 @@ class _Composed:
         found = compat.new_var(atom.aval)
         self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found]))
         self.marks[found] = offset
+        self._size([found], [value])
         return found
 
     def _run_backward(self, i: int, passes: _Passes, inner: dict[Any, Any], wanted: set[int]) -> None:
@@ -279,7 +292,9 @@ class _Composed:
         read = (self._given(renamed(inner, r)) for r in passes.residuals)
         cotangents = (self._cotangent(v) for v in node.outputs if v in wanted)
         here = dict(zip((*passes.residuals_in, *passes.cotangents), (*read, *cotangents), strict=True))
-        self.backward += [with_new_names(eqn, here) for eqn in passes.backward]
+        eqns = [with_new_names(eqn, here) for eqn in passes.backward]
+        self.backward += eqns
+        self._size([v for eqn in eqns for v in eqn.outvars], (*node.inputs, *node.outputs))
         zeros = {v for eqn in passes.backward if _is_zeros(eqn) for v in eqn.outvars}
         values = [v for v in dict.fromkeys(node.inputs) if self.program.graph.values[v].is_differentiated]
         for value, gradient in zip(values, passes.gradients, strict=True):
@@ -292,6 +307,7 @@ class _Composed:
             return residual
         if residual not in self.given:
             self.given[residual] = compat.new_var(residual.aval)
+            self.sizes.update({self.given[residual]: self.sizes[residual]} if residual in self.sizes else {})
         return self.given[residual]
 
     def _cotangent(self, value: int) -> Any:
@@ -309,11 +325,22 @@ class _Composed:
         eqn = next(makers, None) if i in function.slices else None
         return atom if eqn is None else eqn.invars[PADS[eqn.primitive.name]]
 
+    def _size(self, variables: Sequence[Any], values: Sequence[int]) -> None:
+        """Note what one device holds of variables: the same share as of those values that have their shape."""
+        if (shares := self.program.shares) is None:
+            return
+        found = {self.program.graph.values[v].shape: shares.values[v] for v in values}
+        for variable in variables:
+            share = found.get(getattr(variable.aval, "shape", ()), 1.0)
+            if share != 1.0:
+                self.sizes[variable] = math.ceil(aval_bytes(variable.aval) * share)
+
     def _add(self, value: int, contribution: Any) -> None:
         if value in self.sums:
             pair = [self.sums[value], contribution]
             contribution = compat.new_var(pair[0].aval)
             self.backward.append(_sum().replace(invars=pair, outvars=[contribution]))
+            self._size([contribution], [value])
         self.sums[value] = contribution
 
 

@@ -37,7 +37,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.emission.scans import body_program
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
-from jaxsub.jaxpr.trace import Program, aval_bytes, program_of
+from jaxsub.jaxpr.trace import Program, program_of
 from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import Choice, choice_of, choices, finer
@@ -100,7 +100,7 @@ class _Piece:
         """Bytes of residuals each time that it runs."""
         read = run.read_with(choice.saved) if self.carries else ()
         entries = (v for v, i in zip(run.inputs, run.function.reads, strict=True) if i in self.carries and v in read)
-        return self.entry_bytes + sum(aval_bytes(v.aval) for v in entries) + choice.saved_bytes
+        return self.entry_bytes + sum(map(run.bytes_of, entries)) + choice.saved_bytes
 
 
 def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
@@ -305,9 +305,9 @@ def _in_gradients(program: Program, regions: Sequence[tuple[_Piece, TracedRun, C
     A gradient is made where the backward pass comes to the last block that reads its weight, so it has room for what
     later blocks save, a value of at most its size. A loop carries the gradients of what it reads: there is no room.
     """
-    graph, avals, last = program.graph, program.avals(), program.graph.last_uses()
+    graph, last = program.graph, program.graph.last_uses()
     starts = [piece.node for piece, _, _ in regions]
-    made = sorted((bisect_right(starts, last[i]), aval_bytes(avals[i])) for i in program.differentiated)
+    made = sorted((bisect_right(starts, last[i]), graph.values[i].n_bytes) for i in program.differentiated)
     free, total, begun = list[int](), 0, 0
     for number, (piece, _, choice) in enumerate(regions):
         while begun < len(made) and made[begun][0] <= number:

@@ -27,7 +27,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import data_share, gathered_bytes
+from jaxsub.jaxpr.shardings import WHOLE, Shares, gathered_bytes
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
@@ -42,6 +42,7 @@ from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
 from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
+from jaxsub.search.propagated import carried_over, shares_of
 from jaxsub.search.slice_search import sliced_or_whole
 from jaxsub.search.slicing import Chunks
 
@@ -176,32 +177,30 @@ class Planning:
     step: Callable[[str], None]
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     prices: Prices = field(init=False, default_factory=Prices)
-    share: float | None = field(init=False, default=None)
+    shared: tuple[Program, Shares] | None = field(init=False, default=None)
     errors: list[float] = field(init=False, default_factory=list)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
         """What prices and compiles plans of a program, and what makes them."""
         if program.fingerprint not in self.known:
             settings = self.settings
-            lying = program.avals(), program.shardings, program.differentiated
-            pricer = Pricer(program, self.target, self.store, self.step, settings.profile, data_share(*lying),
-                            gathered_bytes(*lying), settings.offload, self.prices)  # fmt: skip
+            gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
+            pricer = Pricer(program, self.target, self.store, self.step, settings.profile, self._shares(program),
+                            gathered, settings.offload, self.prices)  # fmt: skip
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
             planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))
-            if program.shardings and settings.verify is not False and settings.budget != Budget():
-                verifier.pricer = replace(pricer, share=self._share(verifier, candidates.choices[0]))
-                candidates = replace(candidates, pricer=verifier.pricer)
             self.known[program.fingerprint] = verifier, planner, candidates
         return self.known[program.fingerprint]
 
-    def _share(self, verifier: verifying.Verifier, cuts: Sequence[int]) -> float:
-        """What one device holds of a predicted byte of the plain gradient, measured once, without slices."""
-        if self.share is None:
-            whole = replace(verifier.pricer, share=1.0, gathered=()).chain(cuts)
-            found, plain = get("plain")(whole, None).prediction, verifier.measure(verifier.empty())
-            self.share = min(1.0, plain.temp_bytes / max(found.temp_bytes, 1)) if found is not None else 1.0
-        return self.share
+    def _shares(self, program: Program) -> Shares:
+        """What one device holds of the values of a program: found once, for programs with runs of it in slices too."""
+        if not program.shardings:
+            return Shares(self.shared[1].most) if program.is_sharded and self.shared is not None else WHOLE
+        if self.shared is None:
+            self.shared = program, shares_of(program, self.target)
+        known, shares = self.shared
+        return shares if known is program else carried_over(shares, known, program)
 
     def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone.
@@ -243,7 +242,7 @@ class Planning:
         if n_bytes is None:
             n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
-        by_hand = partial(plans_by_hand, verifier.pricer.program, self.target.gpu) if is_open else tuple
+        by_hand = partial(plans_by_hand, verifier.pricer.sized, self.target.gpu) if is_open else tuple
         plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand, known_share, self.errors)
         if overrides and not _fits(_with_overrides(verifier, plan, overrides, budget), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1

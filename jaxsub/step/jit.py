@@ -26,7 +26,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import code_digest, key_of, open_store
 from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
-from jaxsub.devices.aot import cross_compile, lowered_text
+from jaxsub.devices.aot import cross_compile, lower
 from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
@@ -371,15 +371,15 @@ class Step(Wrapped[P, R]):
         if target.is_present and self.target is not None:
             chosen = jax.default_device(target.device)
         with chosen:
-            lowered = jitted.lower(*args, **kwargs) if target.is_present else None
-            text = lowered.as_text() if lowered is not None else lowered_text(jitted, args, target, kwargs)
+            here = target.is_present
+            lowered: Any = jitted.lower(*args, **kwargs) if here else lower(jitted, args, target, kwargs)
             options = sorted((self._jit_kwargs.get("compiler_options") or {}).items())
-            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            digest = hashlib.blake2b(lowered.as_text().encode(), digest_size=16).hexdigest()
             key = key_of("step", target.name, target.spec or "", repr(options), digest)
             found = recalled(store, key, target)
             if found is None:
                 quick = compat.cpu_measuring_options() if target.platform == "cpu" else None  # it is not run
-                compiled: Any = lowered.compile(quick) if lowered else cross_compile(jitted, args, target, kwargs)
+                compiled: Any = lowered.compile(quick) if here else cross_compile(jitted, args, target, kwargs)
                 found = measurement(compiled, target, time.perf_counter() - start)
                 store.put(key, found)
         return Attempt(trial, found, jitted, digest, updates)

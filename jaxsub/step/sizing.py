@@ -22,13 +22,14 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
-from jaxsub.jaxpr.shardings import data_share, gathered_bytes
+from jaxsub.jaxpr.shardings import WHOLE, gathered_bytes
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
+from jaxsub.search.propagated import shares_of
 from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, usual_choices
 from jaxsub.step.fused_update import Findings
@@ -81,9 +82,10 @@ class Ladder:
 
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
-        lying = program.avals(), program.shardings, program.differentiated
-        self.pricer = Pricer(program, self.target, self.store, self.progress, False, data_share(*lying),
-                             gathered_bytes(*lying), settings.offload)  # fmt: skip
+        shares = shares_of(program, self.target) if program.shardings else WHOLE
+        gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
+        self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares, gathered,
+                             settings.offload)  # fmt: skip
         self.cuts = cut_choices(program)
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)
