@@ -148,7 +148,7 @@ class _Search:
             known_share = self._least_cost()  # fewer slices are better at the same cost
             for runs in dict.fromkeys((self._fewest(chosen), chosen)):
                 if self._try(runs, known_share):
-                    if (fewer := self._fewest(runs, self.plans[-1])) != runs:
+                    if _slowed(runs) > TUNING.compile_gain and (fewer := self._fewest(runs, self.plans[-1])) != runs:
                         self._try(fewer, known_share)
                     break
         if WHOLE in sets and self._may_err():
@@ -202,7 +202,7 @@ class _Search:
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
-            if not self.is_asked and ((is_slow and self.plans) or known <= _least_gain(runs)):
+            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), _least_cost(runs))):
                 continue
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget)
@@ -211,6 +211,7 @@ class _Search:
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
                 share = round(_cost(plan) - (0.0 if runs else TUNING.compile_gain), 3)
+                known = known if is_slow else min(known, share)
                 if _cost(plan) < most or (self.is_asked and self._spares(plan)):
                     yield (False, is_slow, share, number), runs
 
@@ -308,6 +309,11 @@ def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
     return TUNING.compile_gain * most / TUNING.region_equations + _slowed(runs)
+
+
+def _least_cost(runs: Runs) -> float:
+    """What plans with these runs in slices cost at least."""
+    return _slowed(runs) + sum(run.extra_share for run in runs)
 
 
 def _cost(plan: Plan) -> float:

@@ -395,6 +395,29 @@ def test_the_program_without_slices_comes_first_where_it_may_spare_much(least, i
     assert not is_first or not plan.slices
 
 
+def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
+    """Where what a loop runs in slices is computed again, and the program as it stands costs less, none is planned."""
+
+    def loss(ws, x):
+        def step(x, w):
+            return x + jnp.tanh(x @ w) @ w.T / jnp.sum(x), None
+
+        return jnp.sum(jax.lax.scan(step, x, ws)[0] ** 2)
+
+    program = trace(loss, (jnp.ones((4, 64, 4096)), jnp.ones((2048, 64))), {})
+    seen = []
+
+    def whole(given, at_most, is_trusted, known_share=np.inf):
+        seen.append(given is program)
+        prediction = Prediction(2**20, 0.4, 1.0, 0, "analytic")
+        return Plan("f", at_most, len(given.eqns), prediction=prediction)
+
+    (runs, *_) = candidates(program, get_target("cpu"), 2**20)
+    assert min(run.extra_share for run in runs) > 0.4
+    assert not sliced_or_whole(program, get_target("cpu"), Budget(2**20), "auto", whole).slices
+    assert all(seen)
+
+
 def test_a_slice_costs_its_weights_and_its_kernels():
     """As a share of a forward pass: the weights' traffic over the rows, and all kernels of three passes."""
     args = [jax.ShapeDtypeStruct((512, 512), "bfloat16")] * 16, jax.ShapeDtypeStruct((8192, 512), "bfloat16")
