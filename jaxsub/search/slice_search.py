@@ -204,6 +204,8 @@ class _Search:
             is_slow = self._is_slow(runs)
             if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), _least_cost(runs))):
                 continue
+            if runs and self._is_refused_alike(runs):
+                continue
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget)
             except InfeasibleBudgetError as refused:
@@ -214,6 +216,19 @@ class _Search:
                 known = known if is_slow else min(known, share)
                 if _cost(plan) < most or (self.is_asked and self._spares(plan)):
                     yield (False, is_slow, share, number), runs
+
+    def _is_refused_alike(self, runs: Runs) -> bool:
+        """Whether the program without slices was refused, and with them is predicted to need no less."""
+        if self.plans or all(refused_runs for _, refused_runs in self.refusals):
+            return False
+        return self._least_bytes(runs) > (1 - TUNING.between_gap) * self._least_bytes(WHOLE)
+
+    def _least_bytes(self, runs: Runs) -> int:
+        """The least that is predicted with some runs in slices."""
+        try:
+            return _need(self._planned(runs, Budget(1)))
+        except InfeasibleBudgetError as refused:
+            return refused.least_bytes
 
     def _spares(self, plan: Plan) -> bool:
         """Whether a plan needs less than all found so far, and recomputes no more."""

@@ -418,6 +418,28 @@ def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
     assert all(seen)
 
 
+@pytest.mark.parametrize(("least", "is_compiled"), [(0.9, False), (0.5, True)])
+def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not_compiled(least, is_compiled):
+    """The program as it is needs more than was predicted: slices help where they lower the predicted least."""
+    program = trace(classify, (HEAD, X, Y), {}, argnums=0)
+    asked, budget = [], 2**20
+
+    def whole(given, at_most, is_trusted, known_share=np.inf):
+        is_sliced = len(given.eqns) < len(program.eqns)
+        needed = int(budget * ((least if is_sliced else 0.9) if is_trusted else 1.1))
+        if not is_trusted:
+            asked.append(is_sliced)
+        if needed > at_most.n_bytes:
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
+        prediction = Prediction(needed, 0.5 if is_sliced else 0.0, 1.0, 0, "analytic")
+        return Plan("f", at_most, len(given.eqns), prediction=prediction)
+
+    with pytest.raises(InfeasibleBudgetError):
+        sliced_or_whole(program, get_target("h100"), Budget(budget), "auto", whole)
+    assert asked[0] is False
+    assert any(asked) is is_compiled
+
+
 def test_a_slice_costs_its_weights_and_its_kernels():
     """As a share of a forward pass: the weights' traffic over the rows, and all kernels of three passes."""
     args = [jax.ShapeDtypeStruct((512, 512), "bfloat16")] * 16, jax.ShapeDtypeStruct((8192, 512), "bfloat16")
