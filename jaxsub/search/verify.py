@@ -70,6 +70,8 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
         cts = [jnp.ones_like(outs[0])] if program.loss is not None else list(cotangents)
         return outs, rest, constrain(pullback(cts)[0], where)
 
+    if any("check" in primitives_in(eqn) for eqn in program.eqns):  # as the user's call has them: else none compiles
+        of = checkify.checkify(of)
     where = [program.shardings[i] for i in program.differentiated] if program.shardings else []
     every = placed(program.avals(), program.shardings)
     outs = [] if program.loss is not None else jax.eval_shape(lambda *i: _split(program, flat(*i))[0], *every)
@@ -79,10 +81,7 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
 @in_its_width
 def measured(program: Program, flat: Callable[..., Sequence[Any]], target: Target) -> Measurement:
     """What the compiler allocates for the gradient of a program, given as a function of its flat inputs."""
-    function, args = gradient(program, flat)
-    if any("check" in primitives_in(eqn) for eqn in program.eqns):  # as the user's call has them: else none compiles
-        function = checkify.checkify(function)
-    return measure_compiled(function, args, target)
+    return measure_compiled(*gradient(program, flat), target)
 
 
 def has_gradient(program: Program) -> bool:
