@@ -160,12 +160,14 @@ def _results(operation: Any, axes: Mapping[str, int]) -> Iterator[tuple[str, Sha
 
 
 def _held(op: Any, axes: Mapping[str, int]) -> Iterator[tuple[Shape, float]]:
-    is_split = "sdy.sharding" in op.attributes
-    shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings if is_split else ()
-    for number, result in enumerate(op.results):
+    if "sdy.sharding" in op.attributes:
+        shardings = list(sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings)
+    else:  # a constraint of the user's has another attribute
+        shardings = [op.attributes["sharding"] if "sharding" in op.attributes else None] * len(op.results)
+    for result, sharding in zip(op.results, shardings, strict=True):
         if isinstance(result.type, ir.RankedTensorType):
             shape = tuple(result.type.shape)
-            dims = sdy.TensorShardingAttr(shardings[number]).dimension_shardings if is_split else ()
+            dims = sdy.TensorShardingAttr(sharding).dimension_shardings if sharding is not None else ()
             yield shape, _share(shape, dims, axes)
 
 

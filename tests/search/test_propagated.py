@@ -64,6 +64,18 @@ def test_activations_are_split_as_the_compiler_splits_them():
     assert weight.n_bytes == program.graph.values[0].n_bytes
 
 
+def test_constraints_say_how_values_are_split():
+    """The user's constraint splits its value, and what is made of it."""
+
+    def loss(w, x):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), NamedSharding(MESH, P(None, "d")))
+        return jnp.mean(hidden**2)
+
+    program = trace(loss, (lying((32, 64)), lying((128, 32))), {})
+    found = held(program, shares_of(program, get_target("cpu")))
+    assert (found["sharding_constraint"], found["integer_pow"]) == (1 / 8, 1 / 8)
+
+
 def test_shares_reach_into_loops():
     """Of the values in a loop's body some are on every device, and their bytes count so in the body's program."""
     program = trace(attention, split_heads(), {})
