@@ -163,7 +163,7 @@ def _held(op: Any, axes: Mapping[str, int]) -> Iterator[tuple[Shape, float]]:
     if "sdy.sharding" in op.attributes:
         shardings = list(sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings)
     else:  # a constraint of the user's has another attribute
-        shardings = [op.attributes["sharding"] if "sharding" in op.attributes else None] * len(op.results)
+        shardings = [op.attributes.get("sharding", None)] * len(op.results)
     for result, sharding in zip(op.results, shardings, strict=True):
         if isinstance(result.type, ir.RankedTensorType):
             shape = tuple(result.type.shape)

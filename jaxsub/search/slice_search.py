@@ -385,8 +385,6 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
             refusals.append(found)
         one = program_of_slice(program, runs[0])
         needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
-        if is_trusted and found.least_bytes - needed >= n_bytes:  # the sums of gradients alone need more
-            break
         inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
         if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
             if inside.least_bytes >= needed:
