@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
