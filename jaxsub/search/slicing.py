@@ -323,11 +323,15 @@ def largest_count(found: Found, least: int) -> int:
 
 
 def _divisor(found: Found, count: int) -> int:
-    """The count; where the axis is split, the next lower one that divides what each device holds."""
+    """The next lower count that divides what each device holds, so that nothing is left over to run beside the slices.
+
+    Where that is less than half, the axis not being split, the count.
+    """
     each = found.axis.length // found.split.parts
-    if found.split.parts == 1:
-        return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
-    return next((c for c in range(count, 0, -1) if each % c == 0), 0)
+    even = next((c for c in range(count, 0, -1) if each % c == 0), 0)
+    if found.split.parts > 1 or 2 * even > count:
+        return even
+    return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
