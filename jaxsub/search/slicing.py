@@ -323,10 +323,7 @@ def largest_count(found: Found, least: int) -> int:
 
 
 def _divisor(found: Found, count: int) -> int:
-    """The next lower count that divides what each device holds, so that nothing is left over to run beside the slices.
-
-    Where that is less than half, the axis not being split, the count.
-    """
+    """The next lower count that divides what each device holds; of an axis that is not split at least half of it."""
     each = found.axis.length // found.split.parts
     even = next((c for c in range(count, 0, -1) if each % c == 0), 0)
     if found.split.parts > 1 or 2 * even > count:
