@@ -323,12 +323,13 @@ def largest_count(found: Found, least: int) -> int:
 
 
 def _divisor(found: Found, count: int) -> int:
-    """The next lower count that divides what each device holds; of an axis that is not split at least half of it."""
+    """The next lower count that divides what each device holds; of whole axes at least half, but for whole tiles."""
     each = found.axis.length // found.split.parts
     even = next((c for c in range(count, 0, -1) if each % c == 0), 0)
-    if found.split.parts > 1 or 2 * even > count:
-        return even
-    return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
+    size = -(-each // max(count, 1))
+    if found.split.parts == 1 and (2 * even <= count or size % TILE_ROWS == 0):
+        return -(-each // size) if count else 0  # no more than there are slices of that size
+    return even
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
