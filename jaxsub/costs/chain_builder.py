@@ -36,7 +36,7 @@ from jaxsub.costs.scan_options import LoopChoice, loop_choices
 from jaxsub.devices.targets import Target
 from jaxsub.emission.offload import require_memory, with_offloading
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import WHOLE, Shares, gathered_at_once, scaled, with_gathered
+from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, gathered_at_once, scaled, with_gathered
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.cuts import block_ends, find_crossings, kind_of, spans_of
 from jaxsub.partition.inner_programs import find_nested
@@ -81,7 +81,7 @@ class Pricer:
     store: Store | None = None
     progress: Callable[[str], None] = lambda label: None
     profile: bool | str = False
-    shares: Shares = WHOLE
+    shares: Shares = ONE_DEVICE
     gathered: tuple[int, ...] = ()
     offload: str | None = None
     prices: Prices = field(default_factory=Prices)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
-from jaxsub.jaxpr.trace import aval_bytes
+from jaxsub.jaxpr.trace import array_bytes, aval_bytes
 
 VIEWS = frozenset(
     "reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient sharding_constraint".split()
@@ -187,11 +187,6 @@ def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Itera
         else:
             ordered.append(eqn)
     return ordered
-
-
-def array_bytes(v: Any) -> int:
-    """Bytes of a value; 0 for other values than arrays."""
-    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
 
 
 BARRIER = "barrier"

@@ -34,7 +34,6 @@ from typing import Any
 from jaxsub.costs.fusible import (
     RESHAPES,
     TAKEN_IN,
-    array_bytes,
     barrier,
     broadcast_operands,
     carried_by,
@@ -62,6 +61,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import flatten_closed
+from jaxsub.jaxpr.trace import array_bytes
 
 LARGE = 2**20
 """Elements from which a CPU's library fuses products with sums of them: by trial, between 0.8 and 1.2 million."""

@@ -34,7 +34,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, flops_of, is_costly
 from jaxsub.jaxpr.inline import flatten_closed
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, array_bytes
 from jaxsub.partition.run_function import read_avals, run_function, vjp_of
 from jaxsub.partition.traced_run import TracedRun
 
@@ -256,19 +256,15 @@ def _seconds(eqn: Any, reads: Iterable[Any], target: Target) -> float:
     inner = _in_bodies(eqn, lambda body: eqns_seconds(*flatten_closed(body), target))
     if inner is not None:
         return inner
-    written = sum(_bytes(v) for v in eqn.outvars)
+    written = sum(map(array_bytes, eqn.outvars))
     if eqn.primitive.name in IN_PLACE and eqn.invars[0] in reads:
         reads = frozenset(reads) - {eqn.invars[0]}
-        written = max(_bytes(a) for a in eqn.invars[1:])
-    moved = sum(_bytes(v) for v in reads) + written
+        written = max(map(array_bytes, eqn.invars[1:]))
+    moved = sum(map(array_bytes, reads)) + written
     dtype = next((str(a.aval.dtype) for a in eqn.invars if hasattr(a.aval, "dtype")), "float32")
     rate = target.rate(dtype, is_matmul=eqn.primitive.name in MATMULS)
     least = 0.0 if target.platform == "cpu" else KERNEL_SECONDS
     return least + max(flops_of(eqn).total / rate, moved / target.bytes_per_second)
-
-
-def _bytes(v: Any) -> int:
-    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
 
 
 def profile(program: Program, start: int, stop: int, target: Target) -> tuple[float, float]:

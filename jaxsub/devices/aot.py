@@ -122,8 +122,7 @@ def cross_compile(
 
 
 def lower(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, Any] | None = None) -> Any:
-    """Lower for an absent GPU; arguments and errors as in `cross_compile`."""
-    require_packages()
+    """Lower for an absent GPU; arguments and errors as in `cross_compile`, whose packages only some programs need."""
     mesh = _mesh_of((args, kwargs), target)
     shapes, named = jax.tree.map(_unplaced, (tuple(args), kwargs or {}))
     try:
@@ -132,6 +131,7 @@ def lower(jitted: Any, args: Sequence[Any], target: Target, kwargs: dict[str, An
     except ValueError as error:
         if mesh is None or NEEDS_DEVICES not in str(error):
             raise
+        require_packages()
         return _lowered_here(jitted, (shapes, named), target, mesh)
 
 

@@ -121,6 +121,16 @@ def bodies_of_node(program: Program, node: int) -> tuple[Program, ...]:
     return (body_program(program, node),) if is_loop else branch_programs(program, node)
 
 
+def with_bodies(program: Program, node: int, change: Callable[[Program, tuple[int, int]], Any]) -> Any:
+    """Make a loop or conditional whose bodies are changed: each, with the node and its number, to a jaxpr."""
+    eqn, closed = program.eqns[node], []
+    for number, body in enumerate(bodies_of_node(program, node)):
+        call = partial(jax.core.eval_jaxpr, change(body, (node, number)), (), *body.consts)
+        closed.append(jax.make_jaxpr(call)(*[compat.shape_of(v.aval) for v in body.invars[len(body.consts) :]]))
+    bodies = {"jaxpr": closed[0]} if eqn.primitive.name == "scan" else {"branches": tuple(closed)}
+    return eqn.replace(params={**eqn.params, **bodies})
+
+
 def program_within(program: Program, within: Sequence[tuple[int, int]]) -> Program:
     """Find the body that contains a run in slices."""
     for node, number in within:
@@ -130,15 +140,13 @@ def program_within(program: Program, within: Sequence[tuple[int, int]]) -> Progr
 
 def _with_bodies_in_slices(program: Program, node: int, runs: Sequence[Slices]) -> Any:
     """Make a loop or conditional run parts of its bodies in slices."""
-    eqn, closed = program.eqns[node], []
-    for number, body in enumerate(bodies_of_node(program, node)):
-        mine = [replace(run, within=run.within[1:]) for run in runs if run.within[0] == (node, number)]
+
+    def in_slices(body: Program, at: tuple[int, int]) -> Any:
+        mine = [replace(run, within=run.within[1:]) for run in runs if run.within[0] == at]
         found = with_slices(body, mine)
-        call = partial(jax.core.eval_jaxpr, compat.make_jaxpr_of(found.eqns, found.invars, found.outvars), ())
-        given = [compat.shape_of(v.aval) for v in body.invars[len(body.consts) :]]
-        closed.append(jax.make_jaxpr(partial(call, *body.consts))(*given))
-    bodies = {"jaxpr": closed[0]} if eqn.primitive.name == "scan" else {"branches": tuple(closed)}
-    return eqn.replace(params={**eqn.params, **bodies})
+        return compat.make_jaxpr_of(found.eqns, found.invars, found.outvars)
+
+    return with_bodies(program, node, in_slices)
 
 
 def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | None:

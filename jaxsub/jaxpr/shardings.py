@@ -47,7 +47,7 @@ class Shares:
     bodies: Mapping[tuple[int, int], Shares] = field(default_factory=dict)
 
 
-WHOLE = Shares(1.0)
+ONE_DEVICE = Shares(1.0)
 """All of every value."""
 
 Shardings = tuple[NamedSharding, ...]

@@ -394,6 +394,11 @@ def _shaped(aval: Any) -> Any:
     return inner if hasattr(inner, "shape") and hasattr(inner, "dtype") else jax.ShapeDtypeStruct((0,), jnp.bool_)
 
 
+def array_bytes(v: Any) -> int:
+    """Count the bytes of a variable or literal; 0 for what is no array, such as a token."""
+    return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
+
+
 def aval_bytes(aval: Any) -> int:
     """Count the bytes of an array of this shape and dtype; typed PRNG keys count as their words.
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import may_report_again
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, array_bytes
 
 LEAST_SHARE = 0.01
 """Equations that make less than this share of all bytes that a program makes are not planned."""
@@ -50,7 +50,7 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
 
 def _made_bytes(eqn: Any) -> int:
     """Sum the bytes that an equation makes: of a loop in all steps, of a conditional in its largest branch."""
-    own: int = sum(aval_bytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
+    own: int = sum(map(array_bytes, eqn.outvars))
     if eqn.primitive.name == "scan":
         return own + int(eqn.params["length"]) * sum(map(_made_bytes, eqn.params["jaxpr"].eqns))
     if eqn.primitive.name == "cond":

@@ -26,7 +26,7 @@ from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_nam
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, array_bytes
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
 
 PADS = {"pad": 0, "dynamic_update_slice": 1}
@@ -93,7 +93,7 @@ class TracedRun:
 
     def bytes_of(self, v: Any) -> int:
         """The bytes of a value of either pass; 0 for other values than arrays."""
-        return self.sizes.get(v) or (aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0)
+        return self.sizes.get(v) or array_bytes(v)
 
     def mark_of(self, eqn: Any) -> int | None:
         """The offset of the value that an equation marks, or `None`."""
@@ -307,7 +307,6 @@ class _Composed:
             return residual
         if residual not in self.given:
             self.given[residual] = compat.new_var(residual.aval)
-            self.sizes.update({self.given[residual]: self.sizes[residual]} if residual in self.sizes else {})
         return self.given[residual]
 
     def _cotangent(self, value: int) -> Any:
@@ -333,7 +332,7 @@ class _Composed:
         for variable in variables:
             share = found.get(getattr(variable.aval, "shape", ()), 1.0)
             if share != 1.0:
-                self.sizes[variable] = math.ceil(aval_bytes(variable.aval) * share)
+                self.sizes[variable] = math.ceil(array_bytes(variable) * share)
 
     def _add(self, value: int, contribution: Any) -> None:
         if value in self.sums:

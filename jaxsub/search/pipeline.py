@@ -27,7 +27,7 @@ from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import WHOLE, Shares, gathered_bytes
+from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, gathered_bytes
 from jaxsub.jaxpr.trace import Program, in_its_width
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
@@ -42,7 +42,7 @@ from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
 from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
-from jaxsub.search.propagated import carried_over, shares_of
+from jaxsub.search.propagated import carried_shares, shares_of
 from jaxsub.search.slice_search import sliced_or_whole
 from jaxsub.search.slicing import Chunks
 
@@ -177,7 +177,7 @@ class Planning:
     step: Callable[[str], None]
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     prices: Prices = field(init=False, default_factory=Prices)
-    shared: tuple[Program, Shares] | None = field(init=False, default=None)
+    first: Program | None = field(init=False, default=None)
     errors: list[float] = field(init=False, default_factory=list)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
@@ -194,13 +194,14 @@ class Planning:
         return self.known[program.fingerprint]
 
     def _shares(self, program: Program) -> Shares:
-        """What one device holds of the values of a program: found once, for programs with runs of it in slices too."""
-        if not program.shardings:
-            return Shares(self.shared[1].most) if program.is_sharded and self.shared is not None else WHOLE
-        if self.shared is None:
-            self.shared = program, shares_of(program, self.target)
-        known, shares = self.shared
-        return shares if known is program else carried_over(shares, known, program)
+        """What one device holds of the values of a program; with runs in slices, of what it has of the first one."""
+        if not program.is_sharded:
+            return ONE_DEVICE
+        self.first = self.first or program
+        shares = shares_of(self.first, self.target)
+        if not program.shardings:  # a slice
+            return Shares(shares.most)
+        return shares if program is self.first else carried_shares(shares, self.first, program)
 
     def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone.

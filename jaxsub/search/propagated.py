@@ -24,10 +24,10 @@ from jax.extend.mlir.dialects import sdy
 
 from jaxsub.devices.compile import lower_for
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import bodies_of_node
+from jaxsub.emission.folding import bodies_of_node, with_bodies
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import Shares, data_share
-from jaxsub.jaxpr.trace import Program
+from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, data_share
+from jaxsub.jaxpr.trace import Program, remembered
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.search.verify import gradient
 
@@ -42,16 +42,23 @@ Found = Mapping[str, Sequence[tuple[Shape, float]]]
 """Shapes of the results in each scope, with the shares of them that one device holds."""
 
 
+@remembered
 def shares_of(program: Program, target: Target) -> Shares:
-    """What one device holds of each value of a program with sharded inputs.
+    """What one device holds of each value of a program.
 
-    With named axes, of `jax.shard_map`, a program is not lowered by itself: then all is split as the data is. So it is
-    without Shardy.
+    Where a program is not lowered, all is split as the data is: with named axes, as inside of `jax.shard_map`, with a
+    primitive that has no lowering, or with Shardy turned off.
     """
+    if not program.shardings:
+        return ONE_DEVICE
+    as_data = Shares(data_share(program.avals(), program.shardings, program.differentiated))
     if compat.names_axes(program.traced) or not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        return Shares(data_share(program.avals(), program.shardings, program.differentiated))
+        return as_data
     flat = partial(jax.core.eval_jaxpr, _jaxpr_of(program, ""), ())
-    module = lower_for(*gradient(program, flat), target).compiler_ir("stablehlo")
+    try:
+        module = lower_for(*gradient(program, flat), target).compiler_ir("stablehlo")
+    except NotImplementedError:
+        return as_data
     with module.context:
         passmanager.PassManager.parse(PROPAGATION).run(module.operation)
         found: dict[str, list[tuple[Shape, float]]] = {}
@@ -63,7 +70,7 @@ def shares_of(program: Program, target: Target) -> Shares:
     return held.shares(held.most())
 
 
-def carried_over(shares: Shares, program: Program, changed: Program) -> Shares:
+def carried_shares(shares: Shares, program: Program, changed: Program) -> Shares:
     """The shares of a program for another in which some of its equations are replaced by others; unknown ones are 1."""
     known = dict(zip(map(program.variable, range(len(program.graph.values))), shares.values, strict=True))
     values = tuple(known.get(changed.variable(v), 1.0) for v in range(len(changed.graph.values)))
@@ -136,12 +143,7 @@ def _jaxpr_of(program: Program, prefix: str) -> Any:
     """A program's jaxpr with each equation in a scope of its own, also in the bodies of loops and conditionals."""
     eqns = list(program.eqns)
     for node in find_nested(program):
-        eqn, bodies = eqns[node], []
-        for number, body in enumerate(bodies_of_node(program, node)):
-            call = partial(jax.core.eval_jaxpr, _jaxpr_of(body, f"{prefix}{node}.{number}."), (), *body.consts)
-            bodies.append(jax.make_jaxpr(call)(*[compat.shape_of(v.aval) for v in body.invars[len(body.consts) :]]))
-        changed = {"jaxpr": bodies[0]} if eqn.primitive.name == "scan" else {"branches": tuple(bodies)}
-        eqns[node] = eqn.replace(params={**eqn.params, **changed})
+        eqns[node] = with_bodies(program, node, lambda body, at: _jaxpr_of(body, f"{prefix}{at[0]}.{at[1]}."))
     for i, eqn in enumerate(eqns):
         stack = eqn.source_info.name_stack.extend(f"jaxsub_equation_{prefix}{i}")
         eqns[i] = eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))

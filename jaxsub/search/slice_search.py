@@ -202,9 +202,9 @@ class _Search:
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
-            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), _least_cost(runs))):
+            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), _fixed_cost(runs))):
                 continue
-            if runs and self._is_refused_alike(runs):
+            if runs and not self.is_asked and self._is_refused_alike(runs):
                 continue
             try:
                 plan = self._planned(runs, self._corrected() if runs else self.budget)
@@ -326,8 +326,8 @@ def _least_gain(runs: Runs) -> float:
     return TUNING.compile_gain * most / TUNING.region_equations + _slowed(runs)
 
 
-def _least_cost(runs: Runs) -> float:
-    """What plans with these runs in slices cost at least."""
+def _fixed_cost(runs: Runs) -> float:
+    """What plans with these runs in slices cost, whatever else they recompute."""
     return _slowed(runs) + sum(run.extra_share for run in runs)
 
 
@@ -369,7 +369,7 @@ def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tr
     if not runs:
         return whole(program, budget, is_trusted, known_share)
     if n_bytes is None or not is_whole_function(program, runs):
-        known_share -= _slowed(runs) + sum(run.extra_share for run in runs)
+        known_share -= _fixed_cost(runs)
         return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share), budget)
     refusals: list[InfeasibleBudgetError] = []
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass

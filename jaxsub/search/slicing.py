@@ -323,13 +323,12 @@ def largest_count(found: Found, least: int) -> int:
 
 
 def _divisor(found: Found, count: int) -> int:
-    """The next lower count that divides what each device holds; of whole axes at least half, but for whole tiles."""
+    """The count, or the next above half of it that makes slices of one size; of a split axis any that does."""
     each = found.axis.length // found.split.parts
     even = next((c for c in range(count, 0, -1) if each % c == 0), 0)
-    size = -(-each // max(count, 1))
-    if found.split.parts == 1 and (2 * even <= count or size % TILE_ROWS == 0):
-        return -(-each // size) if count else 0  # no more than there are slices of that size
-    return even
+    if found.split.parts > 1 or (2 * even > count and -(-each // count) % TILE_ROWS):  # whole tiles may leave a rest
+        return even
+    return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
 
 
 def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:

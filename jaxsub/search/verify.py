@@ -49,9 +49,9 @@ MOST_EQUATIONS = 1000
 def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The gradient that is measured: of the loss, or of every floating-point output where there is none.
 
-    It is a function that returns outputs and gradients. Beside it come the shapes of its arguments: the program's flat
-    inputs but for constants, which the compiler may fold as in the user's own program, and cotangents for its outputs
-    where it has no loss.
+    It is a function that returns outputs and gradients, and before them an error where there are `checkify` checks.
+    Beside it come the shapes of its arguments: the program's flat inputs but for constants, which the compiler may fold
+    as in the user's own program, and cotangents for its outputs where it has no loss.
     """
     constants = known_constants(program)
 

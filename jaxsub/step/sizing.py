@@ -22,7 +22,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
-from jaxsub.jaxpr.shardings import WHOLE, gathered_bytes
+from jaxsub.jaxpr.shardings import gathered_bytes
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
@@ -82,10 +82,9 @@ class Ladder:
 
     def __post_init__(self) -> None:
         program, settings = self.site.program, self.site.settings
-        shares = shares_of(program, self.target) if program.shardings else WHOLE
         gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
-        self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares, gathered,
-                             settings.offload)  # fmt: skip
+        self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares_of(program, self.target),
+                             gathered, settings.offload)  # fmt: skip
         self.cuts = cut_choices(program)
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)

@@ -1,18 +1,23 @@
-"""What one device holds of each value: read from the compiler's propagation of shardings, and right to the byte."""
+"""What one device holds of each value, read from the compiler's propagation of shardings, and predictions by it."""
 
 import textwrap
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxpr.test_shardings import on_eight_devices
 
+import jaxsub
+from jaxsub.devices import aot
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
 from jaxsub.jaxpr.shardings import Shares
 from jaxsub.jaxpr.trace import trace
-from jaxsub.search.propagated import carried_over, shares_of
+from jaxsub.search.propagated import carried_shares, shares_of
 from jaxsub.search.slicing import asked
 
 MESH = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -96,6 +101,29 @@ def test_without_the_compilers_propagation_all_follows_the_data():
     assert (found.most, found.values) == (1.0, ())
 
 
+def test_what_has_no_lowering_follows_the_data():
+    """A primitive with an implementation alone cannot be lowered: a plan without verification is made all the same."""
+    only = Primitive("implemented_only")
+    only.def_abstract_eval(lambda x: x)
+    ad.deflinear2(only, lambda ct, _: [only.bind(ct)])
+    args = lying((32, 64)), lying((128, 32), "d")
+
+    def loss(w, x):
+        return jnp.mean(only.bind(jnp.tanh(x @ w)))
+
+    assert shares_of(trace(loss, args, {}), get_target("cpu")).most == 1 / 8
+    assert jaxsub.plan(loss, *args, budget="1MiB", verify=False, cache=False).measurement is None
+
+
+def test_an_absent_mesh_needs_no_packages_unless_something_compiles(monkeypatch):
+    """Shardings are propagated without what compiles for a GPU: plans without verification can be made anywhere."""
+    monkeypatch.setattr(aot, "require_packages", lambda: pytest.fail("asked for packages"))
+    args = lying((32, 64)), lying((128, 32), "d")
+    plan = jaxsub.plan(lambda w, x: jnp.mean(jnp.tanh(x @ w)), *args, budget="1MiB", target="h100:8", verify=False,
+                       cache=False)  # fmt: skip
+    assert plan.measurement is None
+
+
 def test_a_program_in_slices_has_the_shares_of_what_it_keeps():
     """What equations in slices make has the shares that it had; the weights have theirs."""
 
@@ -105,10 +133,10 @@ def test_a_program_in_slices_has_the_shares_of_what_it_keeps():
     program = trace(loss, (lying((32, 64)), lying((2048, 32), "d")), {})
     shares = shares_of(program, get_target("cpu"))
     folded = with_slices(program, asked(program, {0: 2}))
-    found = carried_over(shares, program, folded)
+    found = carried_shares(shares, program, folded)
     assert (found.most, len(found.values)) == (shares.most, len(folded.graph.values))
     assert found.values[:2] == shares.values[:2]
-    assert carried_over(shares, program, program).values == shares.values
+    assert carried_shares(shares, program, program).values == shares.values
     assert program.sized(Shares(1.0)) is program
 
 
