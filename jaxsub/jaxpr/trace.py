@@ -395,7 +395,7 @@ def _shaped(aval: Any) -> Any:
 
 
 def array_bytes(v: Any) -> int:
-    """Count the bytes of a variable or literal; 0 for what is no array, such as a token."""
+    """Count the bytes of a variable or literal; 0 where it has no dtype, as a token."""
     return aval_bytes(v.aval) if hasattr(v.aval, "dtype") else 0
 
 
