@@ -18,7 +18,7 @@ if nothing else reads the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
+from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
 from jaxsub.jaxpr.flops import is_costly
@@ -83,36 +84,62 @@ class Axis:
 
 
 def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
-    """Follow an axis, a dimension of one of the inputs, through a run of equations; `follow_all` for one input."""
-    return follow_all(eqns, inputs, outputs, [seed], dim, may_end_early=True)
+    """Follow an axis, a dimension of one of the inputs, through a run of equations.
+
+    Where it ends in a sum, a loss, other inputs that have it join where they can, as the second of two batches that are
+    compared does: what is made of them runs in slices as well. Elsewhere slices are recomputed, and it runs once.
+    """
+    seeds: list[tuple[Any, int]] = [(seed, dim)]
+    axis = follow_all(eqns, inputs, outputs, seeds, may_end_early=True)
+    tried = set(seeds)
+    while more := [found for found in dict.fromkeys(_joining(axis, inputs)) if found not in tried]:
+        tried.update(more)
+        for joining in (more, *([found] for found in more if len(more) > 1)):
+            try:
+                axis = follow_all(eqns, inputs, outputs, [*seeds, *joining], may_end_early=True)
+            except NotIndependent:
+                continue
+            seeds += joining
+            break
+    return axis
+
+
+def _joining(axis: Axis, inputs: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Dimensions of inputs that have an axis that ends in a sum, and of which equations before the slices make more."""
+    if not any(isinstance(place, Total) for place in axis.places.values()):
+        return
+    read = {a for eqn in axis.before for a in eqn.invars if compat.is_var(a)}
+    for cut, place in axis.cut:
+        for variable, (dim, *_) in origins(axis.before, cut, (place.dim,)):
+            if variable in inputs and variable in read and variable.aval.shape[dim] % axis.length == 0:
+                yield variable, dim
 
 
 def follow_all(
     eqns: Sequence[Any],
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    seeds: Sequence[Any],
-    dim: int = 0,
+    seeds: Sequence[tuple[Any, int]],
     late: Collection[Any] = (),
     may_end_early: bool = False,
 ) -> Axis:
-    """Follow an axis that several inputs, the seeds, carry at once, all in the same dimension and of the same length.
+    """Follow an axis that several inputs carry at once, the seeds: each an input and its dimension.
 
     Of the equations' results the outputs are read later. Inputs that are `late` are known only after the slices have
     run, such as sums over them. With `may_end_early` the last units may be left out where nothing reads them.
     `NotIndependent` says which equation forbids it; `ValueError` if the dimension has a single element.
     """
-    length = whole = seeds[0].aval.shape[dim]
+    length = min(seed.aval.shape[dim] for seed, dim in seeds)
     if length < 2:
-        raise ValueError(f"dimension {dim} of {seeds[0].aval} has no slices")
+        raise ValueError(f"dimension {seeds[0][1]} of {seeds[0][0].aval} has no slices")
     first: int | None = None
     while True:
         walk = _Run(length, inputs, first=first, may_end_early=may_end_early)
         walk.late.update(late)
         try:
-            for seed in seeds:
-                walk.cut[seed, Place(dim, whole // length)] = None
-                walk.states[seed] = Place(dim, whole // length)
+            for seed, dim in seeds:
+                walk.states[seed] = place = Place(dim, seed.aval.shape[dim] // length)
+                walk.cut[seed, place] = None
             for eqn in eqns:
                 walk.run(eqn)
             return walk.axis(outputs)

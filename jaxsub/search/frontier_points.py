@@ -23,7 +23,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.planners.optimal import solve
-from jaxsub.search.slice_search import is_whole_function, unfolded
+from jaxsub.search.sliced_program import is_whole_function, unfolded
 from jaxsub.search.slicing import Chunks, asked, candidates
 from jaxsub.search.verify import cut_choices, finish, usual_choices
 

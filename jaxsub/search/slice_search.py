@@ -12,33 +12,19 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Inside, Slices
+from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import program_of_slice, with_slices
-from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
-from jaxsub.search.sliceable import named
+from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, slowed_share
 from jaxsub.search.slicing import Chunks, asked, candidates
-
-
-class Whole(Protocol):
-    """Plans a program for a budget, as it stands; where told so, by prediction alone."""
-
-    def __call__(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = ..., /) -> Plan:
-        """Return the plan; with `known_share` one that recomputes less of a forward pass, or a refusal."""
-        ...
-
-
-Runs = tuple[Slices, ...]
 
 
 def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
@@ -56,7 +42,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
         ChunksError: If what the user asks for by name or axis cannot be done.
     """
     if isinstance(chunks, Mapping):
-        return _in_slices(program, asked(program, chunks), budget, whole, False)
+        return in_slices(program, asked(program, chunks), budget, whole, False)
     search = _Search(program, target, budget, chunks is True, whole)
     search.run()
     if not search.plans:
@@ -67,7 +53,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
         key=lambda plan: (
             round(recomputed_share(plan) if is_asked else _cost(plan), 3),
             0 if is_asked else _n_slices(plan),
-            _need(plan),
+            needed_bytes(plan),
         ),
     )
     return search.beside_plain(best)
@@ -89,30 +75,17 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     for number, runs in enumerate(candidates(program, target, n_bytes)):
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
-                plan = _in_slices(program, runs, Budget(n_bytes), whole, True)
+                plan = in_slices(program, runs, Budget(n_bytes), whole, True)
                 rank = (False, round(_cost(plan), 3), number)
             except InfeasibleBudgetError as refused:
-                plan = _in_slices(program, runs, Budget(refused.least_bytes), whole, True)
-                rank = (True, float(_need(plan)), number)
+                plan = in_slices(program, runs, Budget(refused.least_bytes), whole, True)
+                rank = (True, float(needed_bytes(plan)), number)
             found.append((rank, plan))
     return min(found, key=lambda ranked: ranked[0])[1] if found else None
 
 
-def is_whole_function(program: Program, runs: Runs) -> bool:
-    """Whether one run is all of a program."""
-    return [(run.start, run.stop, run.within) for run in runs] == [(0, len(program.eqns), ())]
-
-
-def unfolded(program: Program, runs: Runs, plan: Plan) -> Plan:
-    """A plan of a program in which runs are one equation each, as a plan of the program with these runs in slices."""
-    return plan.replace(fingerprint=program.fingerprint, slices=named(program, runs), plain_measurement=None,
-                        plain_prediction=None, plain_timeline=None, equations=equation_digests(program))  # fmt: skip
-
-
 WHOLE: Runs = ()
 """No run in slices: the program as it stands."""
-NO_LIMIT = 2**62
-"""Bytes that no program needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +121,8 @@ class _Search:
             known_share = self._least_cost()  # fewer slices are better at the same cost
             for runs in dict.fromkeys((self._fewest(chosen), chosen)):
                 if self._try(runs, known_share):
-                    if _slowed(runs) > TUNING.compile_gain and (fewer := self._fewest(runs, self.plans[-1])) != runs:
+                    fewer = self._fewest(runs, self.plans[-1]) if slowed_share(runs) > TUNING.compile_gain else runs
+                    if fewer != runs:
                         self._try(fewer, known_share)
                     break
         if WHOLE in sets and self._may_err():
@@ -202,7 +176,7 @@ class _Search:
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow = self._is_slow(runs)
-            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), _fixed_cost(runs))):
+            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), fixed_cost(runs))):
                 continue
             if runs and not self.is_asked and self._is_refused_alike(runs):
                 continue
@@ -226,13 +200,13 @@ class _Search:
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
         try:
-            return _need(self._planned(runs, Budget(1)))
+            return needed_bytes(self._planned(runs, Budget(1)))
         except InfeasibleBudgetError as refused:
             return refused.least_bytes
 
     def _spares(self, plan: Plan) -> bool:
         """Whether a plan needs less than all found so far, and recomputes no more."""
-        return all(_need(plan) < _need(known) and recomputed_share(plan) <= recomputed_share(known)
+        return all(needed_bytes(plan) < needed_bytes(known) and recomputed_share(plan) <= recomputed_share(known)
                    for known in self.plans)  # fmt: skip
 
     def _is_slow(self, runs: Runs) -> bool:
@@ -263,7 +237,7 @@ class _Search:
         key = runs, budget
         if key not in self.predicted:
             try:
-                self.predicted[key] = _in_slices(self.program, runs, budget, self.whole, True)
+                self.predicted[key] = in_slices(self.program, runs, budget, self.whole, True)
             except InfeasibleBudgetError as refused:
                 self.predicted[key] = refused
         found = self.predicted[key]
@@ -275,27 +249,39 @@ class _Search:
         """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
 
         What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
-        What grows with a slice is twice as large in half as many.
+        What grows with a slice is twice as large in half as many: two plans say where the limit may be.
         """
         if self.budget == Budget() or not runs:
             return runs
+        every = [runs]
+        while (fewer := tuple(map(_halved, every[-1]))) != every[-1]:
+            every.append(fewer)
         with contextlib.suppress(InfeasibleBudgetError):
             now = self._planned(runs, self._corrected())
-            plan, needs = plan or now, _need(now)
-            room = max(1, int(self.n_bytes / TUNING.prediction_error) + needs - _need(plan))
-            while needs <= room and (fewer := tuple(map(_halved, runs))) != runs:
-                found = self._planned(fewer, Budget(room))
-                if round(_cost(found), 3) > round(_cost(plan), 3):
-                    break
-                runs, before, now = fewer, now, found
-                needs = 3 * _need(now) - 2 * _need(before)
+            plan, known = plan or now, {0: needed_bytes(now)}
+            room = max(1, int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan))
+            low, high = 0, len(every)
+            while low + 1 < high and (there := _farthest(known, room)) > low:
+                there = there if there < high else (low + high) // 2
+                found = self._planned_or_none(every[there], Budget(room))
+                if found is None or round(_cost(found), 3) > round(_cost(plan), 3):
+                    high = there
+                else:
+                    low, known[there] = there, needed_bytes(found)
+            return every[low]
         return runs
+
+    def _planned_or_none(self, runs: Runs, budget: Budget) -> Plan | None:
+        try:
+            return self._planned(runs, budget)
+        except InfeasibleBudgetError:
+            return None
 
     def _try(self, runs: Runs, known_share: float = math.inf) -> bool:
         """Plan with the compiler; only what recomputes less than `known_share`, unless slices were asked for."""
         budget, most = self._bounded() if runs else self.budget, math.inf if self.is_asked else known_share
         try:
-            self.plans.append(_in_slices(self.program, runs, budget, self.whole, False, most))
+            self.plans.append(in_slices(self.program, runs, budget, self.whole, False, most))
         except InfeasibleBudgetError as refused:
             self.refusals.append((refused, runs))
             return False
@@ -323,21 +309,12 @@ class _Search:
 def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
-    return TUNING.compile_gain * most / TUNING.region_equations + _slowed(runs)
-
-
-def _fixed_cost(runs: Runs) -> float:
-    """What plans with these runs in slices cost, whatever else they recompute."""
-    return _slowed(runs) + sum(run.extra_share for run in runs)
+    return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
 
 
 def _cost(plan: Plan) -> float:
     """What a plan recomputes and what its slices move again, as a share of a forward pass."""
-    return recomputed_share(plan) + _slowed(plan.slices)
-
-
-def _slowed(runs: Runs) -> float:
-    return sum(run.slowed_share for run in runs)
+    return recomputed_share(plan) + slowed_share(plan.slices)
 
 
 def _n_slices(plan: Plan) -> int:
@@ -353,58 +330,16 @@ def _halved(run: Slices) -> Slices:
     return replace(run, count=count, spared_bytes=whole - whole // count, slowed_share=slowed)
 
 
-def _need(plan: Plan) -> int:
-    found = plan.measurement or plan.prediction
-    return found.temp_bytes if found is not None else 0
+def _farthest(needs: Mapping[int, int], room: int) -> int:
+    """How often a number of slices may be halved for what they need to stay within the room, by what is known of two.
 
-
-def _in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool,
-               known_share: float = math.inf) -> Plan:  # fmt: skip
-    """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
-
-    A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget. What is
-    predicted to need more than predictions err by is not compiled, unless no slice can be planned for less.
+    Example:
+        >>> _farthest({0: 10, 1: 12}, 25), _farthest({0: 10}, 25)
+        (3, 1)
     """
-    n_bytes, needed = budget.n_bytes, 0
-    if not runs:
-        return whole(program, budget, is_trusted, known_share)
-    if n_bytes is None or not is_whole_function(program, runs):
-        known_share -= _fixed_cost(runs)
-        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share), budget)
-    refusals: list[InfeasibleBudgetError] = []
-    again = runs[0].extra_share  # of a gradient that is not made in the forward pass
-    for _ in range(TUNING.slice_corrections):
-        folded = with_slices(program, runs)
-        found = _plan_or_refusal(whole, folded, budget, True)
-        is_far = not isinstance(found, Plan) and found.least_bytes > TUNING.prediction_error * n_bytes
-        if not (is_trusted or is_far):
-            found = _plan_or_refusal(whole, folded, budget, False)
-        if isinstance(found, Plan):
-            return _unfolded(program, runs, found, budget)
-        if is_trusted or not is_far:
-            refusals.append(found)
-        one = program_of_slice(program, runs[0])
-        needed = needed or _need(whole(one, Budget(NO_LIMIT), True))
-        inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
-        if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
-            if inside.least_bytes >= needed:
-                break
-            inside = whole(one, Budget(inside.least_bytes), True)
-        planned = Inside(inside.segments, inside.barriers, inside.loops)
-        runs, needed = (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),), _need(inside)
-    if not refusals:
-        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
-    raise min(refusals, key=lambda refused: refused.least_bytes)
-
-
-def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool) -> Plan | InfeasibleBudgetError:
-    try:
-        return whole(program, budget, is_trusted)
-    except InfeasibleBudgetError as refused:
-        return refused
-
-
-def _unfolded(program: Program, runs: Runs, plan: Plan, budget: Budget) -> Plan:
-    """The plan of the program, with what it needs as it is where that is not the program with slices."""
-    plain = plan.plain_measurement if budget.fraction is not None else None
-    return unfolded(program, runs, plan).replace(plain_measurement=plain)
+    *before, last = sorted(needs)
+    if not before:
+        return 1 if needs[last] <= room else 0
+    grown = (needs[last] - needs[before[-1]]) / (2**last - 2 ** before[-1])
+    most = (room - needs[last]) / grown + 2**last if grown > 0 else math.inf
+    return int(math.log2(max(1.0, min(most, 2.0**62))))

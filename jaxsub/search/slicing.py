@@ -30,7 +30,8 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
-from jaxsub.jaxpr.axis_origin import on_all_devices, origins, reads_positions, split_of, split_otherwise
+from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.axis_origin import on_all_devices, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
@@ -38,6 +39,7 @@ from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.partition.min_cut import choice_of
 from jaxsub.partition.traced_run import TracedRun, trace_run
+from jaxsub.search.slice_seeds import batch_seeds, seeds_of_run, seeds_round_value, sources
 
 Chunks = str | bool | Mapping[Any, int]
 """What a user may ask for: `"auto"`, yes, no, or counts by named scope or by dimension of the batch."""
@@ -173,7 +175,7 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
     is_last = part.loss is not None and not any(node.is_costly for node in part.graph.nodes[stop:])
     refused: list[NotIndependent] = []
     for end in dict.fromkeys((n, stop) if is_last else (stop,)):  # up to the loss no slice is recomputed
-        seeds = _batch_seeds(program, key) if isinstance(key, int) else _seeds(part, start, end)
+        seeds = batch_seeds(program, key) if isinstance(key, int) else seeds_of_run(part, start, end)
         axes, refused = _follow_all(part, start, end, seeds)
         found = max((f for f in axes if 2 * f.carried_bytes > widest), key=lambda f: f.carried_bytes, default=None)
         if found is not None:
@@ -267,7 +269,7 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
         for run in _spans(program, live, value, stop):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
-            axes, reasons = _follow_all(program, run[0], run[1], _seeds_of(program, *run, value))
+            axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
             axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
             if axes:
                 found.append(
@@ -312,65 +314,41 @@ def _count(found: Found, n_bytes: int, least: int) -> int:
     is_whole = found.is_head and not found.start
     share = 1 / 2 if is_whole else TUNING.wide_share  # the whole function leaves nothing but its slices
     needed = found.carried_bytes / max(1.0, share * n_bytes)
-    wanted = int(2 ** math.ceil(math.log2(max(2.0, needed))))
-    return _divisor(found, min(wanted, largest_count(found, least)))
+    wanted, most = int(2 ** math.ceil(math.log2(max(2.0, needed)))), _most(found, least)
+    more = (count for count in range(wanted, min(2 * wanted - 1, most) + 1) if _units(found) % count == 0)
+    even = 0 if _are_tiles(found, wanted) else next(more, 0)
+    return even or largest_count(found, least, wanted)
 
 
-def largest_count(found: Found, least: int) -> int:
-    """In how many slices a run is executed at most, its products of at least so many rows."""
-    each = found.axis.length // found.split.parts
-    return _divisor(found, min(found.rows // found.split.parts // least, each))
+def largest_count(found: Found, least: int, wanted: float = math.inf) -> int:
+    """In how many slices a run is executed at most, its products of at least so many rows.
 
-
-def _divisor(found: Found, count: int) -> int:
-    """The count, or the next above half of it that makes slices of one size; of a split axis any that does."""
-    each = found.axis.length // found.split.parts
-    even = next((c for c in range(count, 0, -1) if each % c == 0), 0)
-    if found.split.parts > 1 or (2 * even > count and -(-each // count) % TILE_ROWS):  # whole tiles may leave a rest
-        return even
-    return -(-each // -(-each // count)) if count else 0  # no more than there are slices of that size
-
-
-def _seeds(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
-    """Dimensions of what a run reads: of activations first, then of weights."""
-    graph = program.graph
-    base = graph.first_value(start)
-    reads = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < base)
-    weights = graph.weights()
-    order = sorted(reads, key=lambda v: (v in weights, -graph.values[v].n_bytes))
-    return [(v, d) for v in order for d, size in enumerate(graph.values[v].shape) if size > 1]
-
-
-def _seeds_of(program: Program, start: int, stop: int, value: Value) -> list[tuple[int, int]]:
-    """Dimensions of what a run reads; of a long run only those from which the dimensions of a value come that it makes.
-
-    What comes from none, as a mask does, has the dimensions of the first value made of it that comes from some.
+    Fewer slices of one size hold more of the run. Where a rest is left, what is sliced is copied without it, and half
+    of the sums of its gradients, in the mean while they are made, stand beside those of all others. Whole tiles of rows
+    may leave a rest; a split axis may not.
     """
-    if stop - start <= TUNING.region_equations:
-        return _seeds(program, start, stop)
-    graph, eqns, base = program.graph, program.eqns[start:stop], program.graph.first_value(start)
-    reads = {program.variable(v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
-    made = {value.index}
-    for node in graph.nodes[value.producer or 0 : stop]:
-        if not made.isdisjoint((*node.inputs, *node.outputs)):
-            made.update(node.outputs)
-            found = [seed for v in node.outputs for seed in _sources(eqns, program.variable(v), reads)]
-            if found:
-                return list(dict.fromkeys(found))
-    return []
+    units, most = _units(found), int(min(wanted, _most(found, least)))
+    even = next((count for count in range(most, 0, -1) if units % count == 0), 0)
+    sums = sum(aval_bytes(v.aval) for v in found.axis.reads if is_inexact(v))
+    beside = sum(aval_bytes(v.aval) for v, _ in found.axis.cut) + sums // 2
+    if even in (0, most) or found.split.parts > 1:
+        return even
+    is_less = even > 1 and found.carried_bytes * (1 / even - 1 / most) <= beside
+    return even if is_less and not _are_tiles(found, most) else -(-units // -(-units // most))
 
 
-def _sources(eqns: Sequence[Any], variable: Any, inputs: Mapping[Any, int]) -> list[tuple[int, int]]:
-    """Dimensions of more than one element, of inputs by number, from which the dimensions of a variable come."""
-    found = (origins(eqns, variable, (dim,)) for dim in range(len(variable.aval.shape)))
-    return [(inputs[v], dims[0]) for some in found for v, dims in some if v in inputs and v.aval.shape[dims[0]] > 1]
+def _most(found: Found, least: int) -> int:
+    return min(found.rows // found.split.parts // least, _units(found))
 
 
-def _batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:
-    """A dimension of the arguments that are not differentiated."""
-    given = [v for v in range(len(program.invars)) if v not in program.differentiated]
-    shapes = [(v, program.graph.values[v].shape) for v in given if program.graph.values[v].consumers]
-    return [(v, dim) for v, shape in shapes if -len(shape) <= dim < len(shape) and shape[dim] > 1]
+def _are_tiles(found: Found, count: int) -> bool:
+    """Whether so many slices are of whole tiles of rows, all but a rest, which a split axis may not have."""
+    return found.split.parts == 1 and -(-_units(found) // count) % TILE_ROWS == 0
+
+
+def _units(found: Found) -> int:
+    """How many units of its axis a device has."""
+    return found.axis.length // found.split.parts
 
 
 def batch_run(program: Program) -> Found | NotIndependent | None:
@@ -383,8 +361,8 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
         return None
     widest = max(program.graph.values, key=lambda v: (v.producer is not None, v.n_bytes))
     inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
-    seeds = _sources(program.eqns, program.variable(widest.index), inputs)
-    found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *_batch_seeds(program, 0)[:2]])
+    seeds = sources(program.eqns, program.variable(widest.index), inputs)
+    found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *batch_seeds(program, 0)[:2]])
     wide = [run for run in found if run.carried_bytes // run.split.parts > TUNING.least_sliced_bytes]
     return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
 

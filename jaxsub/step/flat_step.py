@@ -76,7 +76,8 @@ class FlatStep:
     def follow(self, place: int, eqns: Sequence[Any], seeds: Sequence[Any], results: Sequence[Any]) -> Axis:
         """Follow the layers of a scan's stacked results through equations behind it, unless one needs them all."""
         known = [*self.inputs, *(v for eqn in self.eqns[: place + 1] for v in eqn.outvars)]
-        axis = follow_all(eqns, known, results, seeds, 0, [v for v in self.eqns[place].outvars if v not in seeds])
+        late = [v for v in self.eqns[place].outvars if v not in seeds]
+        axis = follow_all(eqns, known, results, [(seed, 0) for seed in seeds], late)
         if (eqn := split_otherwise(axis.steps)) is not None:
             raise NotIndependent(eqn, "it splits the axis over devices")
         return axis

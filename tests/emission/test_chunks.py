@@ -175,6 +175,50 @@ def test_what_moves_beside_a_sum_that_does_not_is_no_loss():
     assert makes_gradient(axis, mean.outvars, mean.invars)
 
 
+def siamese(w, x, y):
+    """Two batches that are compared."""
+    return jnp.mean((jnp.tanh(x @ w).sum(-1) - jnp.tanh(y @ w).sum(-1)) ** 2)
+
+
+def adversarial(w, x, y):
+    """Scores of two batches, and of what is mixed of both."""
+    mixed = jax.vmap(jax.grad(lambda z: jnp.tanh(z @ w).sum()))(0.3 * x + 0.7 * y)
+    return jnp.tanh(x @ w).mean() - jnp.tanh(y @ w).mean() + jnp.mean((jnp.linalg.norm(mixed, axis=-1) - 1) ** 2)
+
+
+def translated(w, x, y):
+    """A decoder that attends to what an encoder makes of another batch."""
+    source, target = (jnp.tanh(a.reshape(-1, 4, 2) @ w[:2]) for a in (x, y))
+    scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", target, source))
+    return jnp.mean((scores @ source) ** 2)
+
+
+@pytest.mark.parametrize("loss", [siamese, adversarial, translated])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_batches_that_meet_are_sliced_together(loss, seed):
+    """Nothing of either runs before the slices, which give the value and the gradients of the plain loss."""
+    args = W, X, jnp.sin(X)
+    axis, chunked = along(loss, *args, seed=seed)
+    assert not [eqn for eqn in axis.before if eqn.primitive.name == "dot_general"]
+    gradients = (jax.value_and_grad(f, (0, 1, 2))(*args) for f in (chunked(3), loss))
+    chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_is_needed_whole_runs_before_the_slices():
+    """The mean of another batch is one value for all slices; where slices are recomputed, so is what runs once."""
+
+    def centred(w, x, y):
+        return jnp.mean((jnp.tanh(x @ w) - jnp.tanh(y @ w).mean(0)) ** 2)
+
+    def residual(w, x, y):
+        return jnp.tanh(x @ w) * jnp.tanh(y @ w)
+
+    for f in (centred, residual):
+        axis, chunked = along(f, W, X, jnp.sin(X), seed=1)
+        assert [eqn for eqn in axis.before if eqn.primitive.name == "dot_general"]
+        chex.assert_trees_all_close(chunked(3)(W, X, jnp.sin(X)), f(W, X, jnp.sin(X)), rtol=1e-5)
+
+
 @jax.custom_vjp
 def clipped(x):
     """The same, its cotangent clipped."""

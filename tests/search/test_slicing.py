@@ -449,6 +449,13 @@ def test_slices_are_of_one_size_where_the_axis_allows_it(rows, is_even):
     assert (max(rows % count for count in counts) == 0) is is_even
 
 
+def test_slices_are_of_one_size_only_where_they_hold_less():
+    """Of 134 rows two slices would hold twice what four do, of which the last is smaller, and hold no copies."""
+    program = trace(classify, (HEAD, X[:134], Y[:134]), {}, argnums=0)
+    counts = {run.count for runs in candidates(program, get_target("cpu"), 1) for run in runs if run.label == "head"}
+    assert max(counts) == 4
+
+
 def test_slices_of_one_size_need_less():
     """In 128 slices residual layers take less than .6 of what they do in 133, one of which is smaller."""
 
@@ -492,6 +499,22 @@ def test_axes_are_followed_from_the_wide_value(monkeypatch):
     runs, _ = everywhere(program, 2**20, least=1)
     assert runs
     assert 0 < len(tried) < layers / 2
+
+
+def test_two_batches_that_are_compared_are_sliced_together():
+    """Preferences (DPO) between two batches of answers fit a quarter of plain's memory, and nothing is recomputed."""
+
+    def log_probability(params, x, y):
+        logits = jnp.tanh(x @ params["layers"][0]) @ params["head"]
+        return (jnp.take_along_axis(logits, y[:, None], 1)[:, 0] - jax.nn.logsumexp(logits, -1)).reshape(32, -1).sum(1)
+
+    def preferences(params, x, y, rejected, z):
+        return -jax.nn.log_sigmoid(log_probability(params, x, y) - log_probability(params, rejected, z)).mean()
+
+    plan = jaxsub.plan(preferences, HEAD, X, Y, jnp.sin(X), (Y + 1) % CLASSES, budget=0.25, cache=False)
+    assert [run.extra_share for run in plan.slices] == [0.0]
+    assert not (plan.segments or plan.loops)
+    assert plan.measurement.temp_bytes <= 0.25 * plan.plain_measurement.temp_bytes
 
 
 @pytest.mark.parametrize(("equations", "known", "is_worth"), [(100, 0.05, True), (5000, 0.2, False), (5000, 0.4, True)])
