@@ -376,7 +376,7 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
     what = f"the least peak that `{least.planner}` found"
     if plain.measurement is not None and _needed(plain) <= _needed(least):
         # where one equation holds the peak, what plans add is all that they do
-        what = f"what the function needs as it is, and no plan of `{least.planner}` needs less"
+        what = f"what the function needs with nothing recomputed, and no plan of `{least.planner}` needs less"
         least = plain.replace(timeline=least.plain_timeline)
     least_bytes = _needed(least)
     holders = _holders(finish(verifier.program, least, Budget()), least_bytes)

@@ -192,10 +192,15 @@ class _Search:
                     yield (False, is_slow, share, number), runs
 
     def _is_refused_alike(self, runs: Runs) -> bool:
-        """Whether the program without slices was refused, and with them is predicted to need no less."""
-        if self.plans or all(refused_runs for _, refused_runs in self.refusals):
+        """Whether the program without slices was refused, and with them is predicted to need no less.
+
+        Where it needed far more than was predicted, predictions say nothing of slices.
+        """
+        leasts = [refused.least_bytes for refused, refused_runs in self.refusals if not refused_runs]
+        least = self._least_bytes(WHOLE)
+        if self.plans or not leasts or min(leasts) > TUNING.prediction_error * least:
             return False
-        return self._least_bytes(runs) > (1 - TUNING.between_gap) * self._least_bytes(WHOLE)
+        return self._least_bytes(runs) > (1 - TUNING.between_gap) * least
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""

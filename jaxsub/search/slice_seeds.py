@@ -47,7 +47,9 @@ def sources(eqns: Sequence[Any], variable: Any, inputs: Mapping[Any, int]) -> li
 
 
 def batch_seeds(program: Program, dim: int) -> list[tuple[int, int]]:
-    """A dimension of the arguments that are not differentiated."""
+    """A dimension of the arguments that are not differentiated, and then of the constants."""
+    n_consts = len(program.consts)
     given = [v for v in range(len(program.invars)) if v not in program.differentiated]
     shapes = [(v, program.graph.values[v].shape) for v in given if program.graph.values[v].consumers]
-    return [(v, dim) for v, shape in shapes if -len(shape) <= dim < len(shape) and shape[dim] > 1]
+    seeds = [(v, dim) for v, shape in shapes if -len(shape) <= dim < len(shape) and shape[dim] > 1]
+    return sorted(seeds, key=lambda seed: seed[0] < n_consts)

@@ -122,3 +122,15 @@ def test_state_before_the_batch_does_not_hide_it():
 
     state = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3,), (64,), (64,))]
     assert "whole function: up to 16 slices of 32 along axis 0 of `arg4`" in told(with_state, W, *state, X)
+
+
+def test_constants_do_not_hide_the_batch():
+    """Masks of stacked weights that a function closes over stand before its arguments, and are not its batch."""
+    masks = [jnp.tril(jnp.ones((8, 512, 512))), jnp.triu(jnp.ones((8, 512, 512))), jnp.ones((8, 512))]
+
+    def masked(ws, x):
+        layer = lambda x, m: (jnp.tanh(x @ m[0] + x @ m[1] + m[2]), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, (ws * masks[0], ws * masks[1], masks[2]))[0] ** 2).mean()
+
+    ws, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 512, 512), (1024, 512)))
+    assert "along axis 0 of `arg1`" in told(masked, ws, x)

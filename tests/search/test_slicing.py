@@ -418,15 +418,22 @@ def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
     assert all(seen)
 
 
-@pytest.mark.parametrize(("least", "is_compiled"), [(0.9, False), (0.5, True)])
-def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not_compiled(least, is_compiled):
-    """The program as it is needs more than was predicted: slices help where they lower the predicted least."""
+@pytest.mark.parametrize(
+    ("least", "predicted", "is_compiled"), [(0.95, 0.95, False), (0.5, 0.95, True), (0.95, 0.5, True)]
+)
+def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not_compiled(
+    least, predicted, is_compiled
+):
+    """The program as it is needs more than was predicted: slices help where they lower the predicted least.
+
+    Where it needs far more, predictions say nothing.
+    """
     program = trace(classify, (HEAD, X, Y), {}, argnums=0)
     asked, budget = [], 2**20
 
     def whole(given, at_most, is_trusted, known_share=np.inf):
         is_sliced = len(given.eqns) < len(program.eqns)
-        needed = int(budget * ((least if is_sliced else 0.9) if is_trusted else 1.1))
+        needed = int(budget * ((least if is_sliced else predicted) if is_trusted else 1.1))
         if not is_trusted:
             asked.append(is_sliced)
         if needed > at_most.n_bytes:
@@ -513,7 +520,7 @@ def test_two_batches_that_are_compared_are_sliced_together():
 
     plan = jaxsub.plan(preferences, HEAD, X, Y, jnp.sin(X), (Y + 1) % CLASSES, budget=0.25, cache=False)
     assert [run.extra_share for run in plan.slices] == [0.0]
-    assert not (plan.segments or plan.loops)
+    assert plan.planner == "plain"
     assert plan.measurement.temp_bytes <= 0.25 * plan.plain_measurement.temp_bytes
 
 
