@@ -2,8 +2,9 @@
 
 A slice reads each weight twice and its running gradient twice again, in float32: with 2-byte weights 12 bytes for 6
 FLOPs a row. As many rows as keep the target's arithmetic busy meanwhile are needed, rounded up to a power of two: 1,024
-on an H100 in bfloat16, and fewer on a CPU. Each slice after the first adds that time to the run's, and on a GPU what
-its kernels take however little they do (`jaxsub.costs.roofline.KERNEL_SECONDS`).
+on an H100 in bfloat16, and fewer on a CPU. Each slice after the first adds that time to the run's, on a CPU only where
+it has fewer rows, for what more rows make stays in its cache; and on a GPU what its kernels take however little they do
+(`jaxsub.costs.roofline.KERNEL_SECONDS`).
 """
 
 from __future__ import annotations
@@ -56,21 +57,25 @@ class SliceTime:
         row_seconds: What each FLOP of a forward pass takes longer, times rows of a slice.
         kernel_seconds: What a kernel takes however little it does.
         forward_seconds: What the program's forward pass takes.
+        cached_rows: Of so many rows in a slice products take no longer, on a CPU.
     """
 
     row_seconds: float = 0.0
     kernel_seconds: float = 0.0
     forward_seconds: float = 1.0
+    cached_rows: float = math.inf
 
-    def share(self, flops: float, rows: int, n_kernels: int) -> float:
-        """What another slice of a run costs: its weights are read once more, their gradients added to, all launched.
+    def share(self, flops: float, rows: int, n_kernels: int, count: int = 2) -> float:
+        """What each further slice costs: its weights are read once more, their gradients added to, all launched.
 
         Args:
             flops: FLOPs of the run's forward pass.
             rows: Rows of its products, in all slices together.
             n_kernels: Kernels of its forward pass.
+            count: How many slices there are.
         """
-        seconds = flops * self.row_seconds / max(rows, 1) + n_kernels * self.kernel_seconds
+        row_seconds = self.row_seconds if rows < self.cached_rows * count else 0.0
+        seconds = flops * row_seconds / max(rows, 1) + n_kernels * self.kernel_seconds
         return PASSES * seconds / self.forward_seconds
 
 
@@ -79,12 +84,14 @@ NO_TIME = SliceTime()
 
 
 def slice_time(program: Program, target: Target, dtype: str) -> SliceTime:
-    """What slices of a program's runs cost on a target, their products of a dtype; nothing on a CPU, in its cache."""
-    if target.platform == "cpu":
-        return NO_TIME
+    """What slices of a program's runs cost on a target, their products of a dtype."""
     forward = eqns_seconds(program.eqns, program.invars, program.outvars, target)
     rows = busy_rows(target, dtype) / target.rate(dtype, is_matmul=True)
-    return SliceTime(rows, KERNEL_SECONDS * target.n_devices, forward) if forward else NO_TIME
+    if not forward:
+        return NO_TIME
+    if target.platform == "cpu":
+        return SliceTime(rows, 0.0, forward, least_rows(target, dtype))
+    return SliceTime(rows, KERNEL_SECONDS * target.n_devices, forward)
 
 
 def product_dtype(program: Program) -> str:

@@ -4,13 +4,13 @@ An `Axis` goes in, one number of rows comes out. A product of too few rows reads
 takes the time of one with enough. So with `n` slices, a product of `r` rows takes `least * n / r` times as long, where
 that is above one. Of a run whose products differ in rows, the number is the one at which what all of them lose together
 is a small share of their FLOPs (`TUNING.little_recompute`): a classifier's few rows behind large convolutions do not
-decide. Products inside loops of the run are not looked at.
+decide. Products in loops count as often as they run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.axes import Axis
@@ -32,8 +32,10 @@ def rows_of(axis: Axis) -> int:
         105
         >>> rows(lambda x, w: ((x @ w).sum(1) @ w).sum(), (100, 64, 8), (8, 8))  # few FLOPs at 100 rows
         425
+        >>> rows(lambda x, w: jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ w), x).sum(), (100, 8), (8, 8))
+        105
     """
-    found = sorted((rows, flops_of(step.eqn).total) for step in axis.steps if step.eqn for rows in _product_rows(step))
+    found = sorted(_products(axis.steps))
     if not found:
         sizes = [v.aval.size for v, place in axis.places.items() if isinstance(place, Place)]
         return max(sizes, default=axis.length)
@@ -45,6 +47,15 @@ def rows_of(axis: Axis) -> int:
         by_rows, flops_so_far = by_rows + flops / rows, flops_so_far + flops
         most = (loss + flops_so_far) / by_rows
     return int(most)
+
+
+def _products(steps: Iterable[Step], times: float = 1.0) -> Iterator[tuple[int, float]]:
+    """Rows and FLOPs of products, those in bodies of equations among them."""
+    for step in steps:
+        if step.eqn is not None and not step.bodies:
+            yield from ((rows, times * flops_of(step.eqn).total) for rows in _product_rows(step))
+        for body in step.bodies:
+            yield from _products(body.steps, times * step.eqn.params.get("length", 1))
 
 
 def _product_rows(step: Step) -> Iterator[int]:

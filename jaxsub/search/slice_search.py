@@ -112,7 +112,14 @@ class _Search:
                 return
         sets = dict.fromkeys(candidates(self.program, self.target, self.n_bytes))
         sets = sets if is_whole_first else {WHOLE: None, **sets}
-        for _ in range(TUNING.slice_sets + (WHOLE in sets)):
+        self._try_sets(dict(sets), TUNING.slice_sets + (WHOLE in sets))
+        if not self.plans:
+            last = candidates(self.program, self.target, self.n_bytes, is_last=True)
+            self._try_sets({runs: None for runs in last if runs not in sets}, 1)
+
+    def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
+        """Plan the program with the most promising sets of runs in slices."""
+        for _ in range(most):
             if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
                 break
             (does_not_fit, _, cost, _), chosen = found

@@ -11,7 +11,7 @@ the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -30,7 +30,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of
 from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
-from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.axis_bodies import Step, is_inexact
 from jaxsub.jaxpr.axis_origin import on_all_devices, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
@@ -97,23 +97,24 @@ class Found:
         else:
             again = self.weight * choice_of(self.run(), ()).recompute_flops
         once = time.share(again if self.within else own, self.rows // self.split.parts,
-                          round(self.weight * self.n_kernels()))  # fmt: skip
+                          round(self.weight * self.n_kernels()), count)  # fmt: skip
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
                       again / max(every, 1.0), within=self.within, split=self.split,
                       slowed_share=(count - 1) * once)  # fmt: skip
 
 
-def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple[Slices, ...]]:
+def candidates(program: Program, target: Target, n_bytes: int, is_last: bool = False) -> Iterator[tuple[Slices, ...]]:
     """Sets of runs that may be executed in slices, those first that recompute nothing.
 
     The loss head; the whole function along its batch; the head and the widest run in the body of a loop or conditional;
     all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as many rows as keep
-    the target busy, and last of a tile's.
+    the target busy, and of a tile's.
 
     Args:
         program: The program.
         target: What it is planned for.
         n_bytes: The budget, of one device.
+        is_last: Whether nothing else fits: then slices may have any number of rows.
     """
     n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
     least = least_rows(target, dtype)
@@ -124,7 +125,8 @@ def candidates(program: Program, target: Target, n_bytes: int) -> Iterator[tuple
     heads = [run for run in found if run.is_head]
     loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
     told: dict[tuple[Slices, ...], None] = {}
-    for asked_bytes, rows in ((n_bytes, least), (1, least), (1, min(least, TILE_ROWS))):
+    counted = ((1, 1),) if is_last else ((n_bytes, least), (1, least), (1, min(least, TILE_ROWS)))
+    for asked_bytes, rows in counted:
         for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
             counts = [_count(run, asked_bytes, rows) for run in runs]
             chosen = [run.slices(program, n, time) for run, n in zip(runs, counts, strict=True) if n > 1]
@@ -355,16 +357,32 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
     """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
 
     The batch is that argument, not differentiated, from which a dimension of the widest value comes; state of a model
-    may stand before it. `None` where it is no loss, or has no batch.
+    may stand before it. Else it is the first dimension of one, or the second, behind time. `None` where it is no loss,
+    or has no batch.
     """
     if program.loss is None:
         return None
     widest = max(program.graph.values, key=lambda v: (v.producer is not None, v.n_bytes))
     inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
     seeds = sources(program.eqns, program.variable(widest.index), inputs)
-    found, refused = _follow_all(program, 0, len(program.eqns), [*seeds, *batch_seeds(program, 0)[:2]])
-    wide = [run for run in found if run.carried_bytes // run.split.parts > TUNING.least_sliced_bytes]
-    return max(wide, key=lambda f: f.carried_bytes) if wide else next(iter(refused), None)
+    first: NotIndependent | None = None
+    for tried in ([*seeds, *batch_seeds(program, 0)[:2]], batch_seeds(program, 1)[:2]):
+        found, refused = _follow_all(program, 0, len(program.eqns), tried)
+        wide = [run for run in found if _bytes_made(run.axis.steps) // run.split.parts > TUNING.least_sliced_bytes]
+        if wide:
+            return max(wide, key=lambda f: f.carried_bytes)
+        first = first or next(iter(refused), None)
+    return first
+
+
+def _bytes_made(steps: Iterable[Step]) -> int:
+    """Bytes of what steps make along their axis, those in loops as often as these run."""
+    found = 0
+    for step in steps:
+        places = zip(step.writes, step.outs, strict=True)
+        found += sum(aval_bytes(v.aval) for v, place in places if isinstance(place, Place))
+        found += sum(step.eqn.params.get("length", 1) * _bytes_made(body.steps) for body in step.bodies)
+    return found
 
 
 def _follow_all(
