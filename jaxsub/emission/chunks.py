@@ -30,8 +30,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axes import Axis
-from jaxsub.jaxpr.axis_bodies import Step, is_inexact, no_tangent
+from jaxsub.jaxpr.axis_bodies import Axis, Step, is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear

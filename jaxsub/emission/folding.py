@@ -19,8 +19,8 @@ from jaxsub.emission.chunks import jaxpr_of_slice, sliced
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import body_program, branch_programs, with_loops
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
-from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.axes import follow
+from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent, is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of, remembered
 
@@ -34,6 +34,13 @@ def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], li
     variables = [v for eqn in eqns for v in eqn.outvars]
     returns = [v for i, v in zip(graph.made_by(start, stop), variables, strict=True) if last[i] >= stop]
     return eqns, list(reads), returns
+
+
+def still_of(program: Program, start: int, stop: int) -> set[Any]:
+    """The variables that a run reads, does not make, and that have no tangents."""
+    graph, base = program.graph, program.graph.first_value(start)
+    read = {v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
+    return {program.variable(v) for v in read if not graph.values[v].is_differentiated}
 
 
 def auxiliary_of(program: Program, start: int, stop: int) -> set[Any]:
@@ -53,7 +60,9 @@ def axis_of(program: Program, slices: Slices) -> Axis:
         NotIndependent: If it is not independent.
     """
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
-    return follow(eqns, reads, returns, program.variable(slices.value), slices.dim)
+    return follow(
+        eqns, reads, returns, program.variable(slices.value), slices.dim, still_of(program, slices.start, slices.stop)
+    )
 
 
 def carried_over(program: Program, slices: Slices) -> Slices:

@@ -24,15 +24,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxsub.core.errors import UnsupportedError
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import Body, Follow, Held, Step, held_rule, is_inexact
+from jaxsub.jaxpr.axis_bodies import Axis, Body, Follow, Held, NotIndependent, Step, held_rule, is_inexact
 from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
-from jaxsub.jaxpr.flops import is_costly
+from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.trace import ZERO_TANGENT
+
+FEW = 16
+"""Of so many cheap equations a total without tangents is made once, before the slices."""
 
 
 class MeetsTotal(NoRule):
@@ -43,60 +45,29 @@ class MeetsTotal(NoRule):
         self.totals = tuple(totals)
 
 
-class NotIndependent(UnsupportedError):
-    """An equation keeps an axis from being independent.
-
-    Attributes:
-        eqn: The equation.
-        reason: Why.
-        around: The equation of the run that contains it, or that it is.
-        totals: What it reads, beside what carries the axis, that is made of totals over the axis.
-    """
-
-    def __init__(self, eqn: Any, reason: str, around: Any = None, totals: Sequence[Any] = ()) -> None:
-        line = compat.source_of(eqn) or (compat.source_of(around) if around is not None else "")
-        super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
-        self.eqn, self.reason, self.around, self.totals = eqn, reason, eqn, tuple(totals)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Axis:
-    """An axis that is independent through a run of equations.
-
-    Attributes:
-        length: How many units it has; values in `cut` may have more, which nothing reads.
-        before: Equations that run once, before all slices.
-        cut: Values to slice, of the run's inputs or made before, and where they carry the axis.
-        steps: Equations that run a slice at a time.
-        after: Equations that run once, with the totals over all slices.
-        places: Where each variable made in the slices carries the axis, or how its slices are combined; `None` for
-            those that are the same in every slice.
-        reads: Values that the slices read whole.
-    """
-
-    length: int
-    before: tuple[Any, ...]
-    cut: tuple[tuple[Any, Place], ...]
-    steps: tuple[Step, ...]
-    after: tuple[Any, ...]
-    places: dict[Any, State]
-    reads: tuple[Any, ...]
-
-
-def follow(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], seed: Any, dim: int) -> Axis:
+def follow(
+    eqns: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    seed: Any,
+    dim: int,
+    still: Collection[Any] = (),
+) -> Axis:
     """Follow an axis, a dimension of one of the inputs, through a run of equations.
 
-    Where it ends in a sum, a loss, other inputs that have it join where they can, as the second of two batches that are
-    compared does: what is made of them runs in slices as well. Elsewhere slices are recomputed, and it runs once.
+    Cheap totals of inputs that are `still`, without tangents, run before the slices: how many tokens a mask leaves, the
+    mean of an advantage. Where the axis ends in a sum, a loss, other inputs that have it join where they can, as the
+    second of two batches that are compared does: what is made of them runs in slices as well. Elsewhere slices are
+    recomputed, and it runs once.
     """
     seeds: list[tuple[Any, int]] = [(seed, dim)]
-    axis = follow_all(eqns, inputs, outputs, seeds, may_end_early=True)
+    axis = follow_all(eqns, inputs, outputs, seeds, may_end_early=True, still=still)
     tried = set(seeds)
     while more := [found for found in dict.fromkeys(_joining(axis, inputs)) if found not in tried]:
         tried.update(more)
         for joining in (more, *([found] for found in more if len(more) > 1)):
             try:
-                axis = follow_all(eqns, inputs, outputs, [*seeds, *joining], may_end_early=True)
+                axis = follow_all(eqns, inputs, outputs, [*seeds, *joining], may_end_early=True, still=still)
             except NotIndependent:
                 continue
             seeds += joining
@@ -122,6 +93,7 @@ def follow_all(
     seeds: Sequence[tuple[Any, int]],
     late: Collection[Any] = (),
     may_end_early: bool = False,
+    still: Collection[Any] = (),
 ) -> Axis:
     """Follow an axis that several inputs carry at once, the seeds: each an input and its dimension.
 
@@ -136,6 +108,8 @@ def follow_all(
     while True:
         walk = _Run(length, inputs, first=first, may_end_early=may_end_early)
         walk.late.update(late)
+        walk.light.update(dict.fromkeys(still, 0))
+        walk.moving.difference_update(still)
         try:
             for seed, dim in seeds:
                 walk.states[seed] = place = Place(dim, seed.aval.shape[dim] // length)
@@ -318,6 +292,8 @@ class _Run(_Walk):
     """Values made in the slices that are the same in all of them."""
     cut: dict[tuple[Any, Place], None] = field(init=False, default_factory=dict)
     cast: set[Any] = field(init=False, default_factory=set)
+    light: dict[Any, int] = field(init=False, default_factory=dict)
+    """Inputs and values in slices that have no tangents, and how many equations make them, all of them cheap."""
 
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         reads = [a for a in eqn.invars if compat.is_var(a)]
@@ -334,8 +310,30 @@ class _Run(_Walk):
         elif any(ins):
             self.slice(eqn, [i for i in ins if not isinstance(i, Total)])
             self.same.update(v for v in eqn.outvars if self.states[v] is None)
+            self.lighten(eqn)
         else:
             self.before.append(eqn)
+
+    def lighten(self, eqn: Any) -> None:
+        """Run a total before the slices if it is made without tangents by a few cheap equations."""
+        n = 1 + sum(self.light.get(a, 0) for a in eqn.invars if compat.is_var(a))
+        is_light = all(a in self.light for a in eqn.invars if isinstance(self.state(a), Place))
+        if not is_light or n > FEW or is_costly(eqn) or bodies_of(eqn) or not self.moving.isdisjoint(eqn.outvars):
+            return
+        if all(isinstance(self.states[v], Total) for v in eqn.outvars):
+            self.steps.pop()
+            self.states.update(dict.fromkeys(eqn.outvars))
+            self.made_before(eqn)
+        else:
+            self.light.update(dict.fromkeys(eqn.outvars, n))
+
+    def made_before(self, eqn: Any) -> None:
+        """Run an equation before the slices, and in front of it those of light values that it reads."""
+        for atom in eqn.invars:
+            is_light = compat.is_var(atom) and self.light.get(atom)
+            if is_light and not any(atom in made.outvars for made in self.before):
+                self.made_before(self.makers[atom])
+        self.before.append(eqn)
 
     def is_of_sums(self, eqn: Any, ins: Sequence[State]) -> bool:
         """Whether an equation of sums gives the sum of what it gives of their parts, and is cheap.

@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsub.core.errors import UnsupportedError
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
 
@@ -64,6 +65,46 @@ class Step:
     outs: tuple[State, ...]
     bodies: tuple[Body, ...] = ()
     rule: Callable[[], tuple[Body, ...]] = tuple
+
+
+class NotIndependent(UnsupportedError):
+    """An equation keeps an axis from being independent.
+
+    Attributes:
+        eqn: The equation.
+        reason: Why.
+        around: The equation of the run that contains it, or that it is.
+        totals: What it reads, beside what carries the axis, that is made of totals over the axis.
+    """
+
+    def __init__(self, eqn: Any, reason: str, around: Any = None, totals: Sequence[Any] = ()) -> None:
+        line = compat.source_of(eqn) or (compat.source_of(around) if around is not None else "")
+        super().__init__(f"`{eqn.primitive.name}`{f' at {line}' if line else ''}: {reason}")
+        self.eqn, self.reason, self.around, self.totals = eqn, reason, eqn, tuple(totals)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """An axis that is independent through a run of equations.
+
+    Attributes:
+        length: How many units it has; values in `cut` may have more, which nothing reads.
+        before: Equations that run once, before all slices.
+        cut: Values to slice, of the run's inputs or made before, and where they carry the axis.
+        steps: Equations that run a slice at a time.
+        after: Equations that run once, with the totals over all slices.
+        places: Where each variable made in the slices carries the axis, or how its slices are combined; `None` for
+            those that are the same in every slice.
+        reads: Values that the slices read whole.
+    """
+
+    length: int
+    before: tuple[Any, ...]
+    cut: tuple[tuple[Any, Place], ...]
+    steps: tuple[Step, ...]
+    after: tuple[Any, ...]
+    places: dict[Any, State]
+    reads: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

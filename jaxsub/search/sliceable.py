@@ -16,9 +16,10 @@ from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.slice_time import TILE_ROWS, least_rows, product_dtype
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import program_within, run_of
+from jaxsub.emission.folding import program_within, run_of, still_of
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axes import NotIndependent, follow
+from jaxsub.jaxpr.axes import follow
+from jaxsub.jaxpr.axis_bodies import NotIndependent
 from jaxsub.jaxpr.axis_origin import Dims, on_all_devices, origins
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count
@@ -78,9 +79,10 @@ def _told(program: Program, found: Found, least: int) -> Sliceable:
 
 def _end_of(program: Program, found: Found) -> str:
     """The equation behind a run through which its axis is not independent."""
-    eqns, reads, returns = run_of(program, found.start, len(program.eqns))
+    n = len(program.eqns)
+    eqns, reads, returns = run_of(program, found.start, n)
     try:
-        follow(eqns, reads, returns, program.variable(found.value), found.dim)
+        follow(eqns, reads, returns, program.variable(found.value), found.dim, still_of(program, found.start, n))
     except NotIndependent as why:
         return str(why)
     return ""

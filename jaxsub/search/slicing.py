@@ -28,9 +28,9 @@ from jaxsub.costs.roofline import count_kernels
 from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
 from jaxsub.emission.chunks import makes_gradient
-from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of
-from jaxsub.jaxpr.axes import Axis, NotIndependent, follow
-from jaxsub.jaxpr.axis_bodies import Step, is_inexact
+from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of, still_of
+from jaxsub.jaxpr.axes import follow
+from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent, Step, is_inexact
 from jaxsub.jaxpr.axis_origin import on_all_devices, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
@@ -389,6 +389,7 @@ def _follow_all(
     program: Program, start: int, stop: int, seeds: Sequence[tuple[int, int]]
 ) -> tuple[list[Found], list[NotIndependent]]:
     eqns, reads, returns = run_of(program, start, stop)
+    still = still_of(program, start, stop)
     found: dict[Any, Found] = {}
     refused: list[NotIndependent] = []
     for value, dim in seeds:
@@ -396,7 +397,7 @@ def _follow_all(
         if any((variable, dim) in cut for cut in found):
             continue
         try:
-            axis = follow(eqns, reads, returns, variable, dim % len(variable.aval.shape))
+            axis = follow(eqns, reads, returns, variable, dim % len(variable.aval.shape), still)
         except NotIndependent as why:
             refused.append(why)
             continue

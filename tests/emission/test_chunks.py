@@ -12,10 +12,12 @@ from random_chunks import along, check, check_number
 from random_steps import STEPS, UNARY
 
 import jaxsub
-from jaxsub.emission.chunks import makes_gradient
+from jaxsub.emission.chunks import makes_gradient, sliced
 from jaxsub.jaxpr import axis_rules, compat
 from jaxsub.jaxpr.axes import follow
+from jaxsub.jaxpr.axis_bodies import NotIndependent
 from jaxsub.jaxpr.flops import bodies_of, flops_of
+from jaxsub.jaxpr.trace import trace
 
 RNG = np.random.default_rng(0)
 ROWS, WIDTH, CLASSES = 24, 8, 20
@@ -202,6 +204,29 @@ def test_batches_that_meet_are_sliced_together(loss, seed):
     assert not [eqn for eqn in axis.before if eqn.primitive.name == "dot_general"]
     gradients = (jax.value_and_grad(f, (0, 1, 2))(*args) for f in (chunked(3), loss))
     chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def masked(w, x, y):
+    """Two means over what a mask leaves, and advantages less their mean."""
+    mask = (jnp.abs(y).sum(-1) > 1).astype(jnp.float32)
+    advantage = (y[:, 0] - y[:, 0].mean()) / (y[:, 0].std() + 1e-6)
+    score = jnp.tanh(x @ w).sum(-1)
+    return (score * mask * advantage).sum() / mask.sum() + (score**2 * mask).sum() / mask.sum()
+
+
+def test_cheap_totals_without_tangents_are_made_before_the_slices():
+    """One sum is left, whose gradient is made in the forward pass; derivatives for what is still are right too."""
+    args = W, X, jnp.sin(X)
+    jaxpr = jax.make_jaxpr(masked)(*args).jaxpr
+    with pytest.raises(NotIndependent):
+        follow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, jaxpr.invars[2], 0)
+    program = trace(masked, args, {}, argnums=(0, 1))
+    axis = follow(program.eqns, program.invars, program.outvars, program.invars[2], 0, {program.invars[2]})
+    assert makes_gradient(axis, program.outvars, program.invars[:2])
+    run = sliced(axis, program.invars, program.outvars, 3)
+    for argnums in ((0, 1), (0, 2)):
+        gradients = (jax.value_and_grad(f, argnums)(*args) for f in (lambda *a: run(*a)[0], masked))
+        chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_that_is_needed_whole_runs_before_the_slices():
