@@ -76,8 +76,8 @@ def follow(
 
 
 def _joining(axis: Axis, inputs: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """Dimensions of inputs that have an axis that ends in a sum, and of which equations before the slices make more."""
-    if not any(isinstance(place, Total) for place in axis.places.values()):
+    """Dimensions of inputs that have an axis that ends in one sum, and that equations before the slices read."""
+    if not any(isinstance(place, Total) and v.aval.size == 1 for v, place in axis.places.items()):
         return
     read = {a for eqn in axis.before for a in eqn.invars if compat.is_var(a)}
     for cut, place in axis.cut:

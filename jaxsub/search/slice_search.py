@@ -204,8 +204,7 @@ class _Search:
         Where it needed far more than was predicted, predictions say nothing of slices.
         """
         leasts = [refused.least_bytes for refused, refused_runs in self.refusals if not refused_runs]
-        least = self._least_bytes(WHOLE)
-        if self.plans or not leasts or min(leasts) > TUNING.prediction_error * least:
+        if self.plans or not leasts or min(leasts) > TUNING.prediction_error * (least := self._least_bytes(WHOLE)):
             return False
         return self._least_bytes(runs) > (1 - TUNING.between_gap) * least
 
