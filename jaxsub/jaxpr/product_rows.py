@@ -51,7 +51,9 @@ def rows_of(axis: Axis) -> int:
 def _products(steps: Iterable[Step], times: float = 1.0) -> Iterator[tuple[int, float]]:
     """Rows and FLOPs of products, those in bodies of equations among them."""
     for step in steps:
-        if step.eqn is not None and not step.bodies:
+        if step.eqn is None:
+            continue
+        if not step.bodies:
             yield from ((rows, times * flops_of(step.eqn).total) for rows in _product_rows(step))
         for body in step.bodies:
             yield from _products(body.steps, times * step.eqn.params.get("length", 1))
