@@ -313,7 +313,7 @@ def test_a_loop_is_planned_with_what_stands_around_it():
 def test_without_a_compiler_loops_are_planned_too():
     """By counting alone a loop is planned into a quarter of the plain memory, and needs what is said, to a fifth."""
     plain = jaxsub.measure(long_chain, *SHORT).temp_bytes
-    g = jaxsub.sublinear(long_chain, budget=plain // 4, verify=False, cache=False, progress=False)
+    g = jaxsub.sublinear(long_chain, budget=plain // 4, verify=False, chunks=False, cache=False, progress=False)
     predicted = g.plan(*SHORT).prediction.temp_bytes
     assert predicted <= plain // 4
     assert jaxsub.measure(g, *SHORT).temp_bytes == pytest.approx(predicted, rel=0.2)

@@ -73,6 +73,12 @@ PASSES = {
     "padded and turned": (lambda x: jnp.pad(x, ((0, 0), (1, 1), (0, 0)))[:, ::-1], (X,), 0, 0),
     "stacked and joined": (lambda x: jnp.concatenate([jnp.stack([x, x], 1), x[:, None]], 1), (X,), 0, 0),
     "split": (lambda x: jnp.split(x, 2, 1)[1] * 2, (X,), 0, 0),
+    "derivatives of functions": (
+        lambda x: jax.vmap(jax.grad(lambda z: jnp.sum(jnp.tanh(z) + jax.scipy.special.erf(z))))(x),
+        (X,),
+        0,
+        0,
+    ),
     "a special function": (lambda x: lax.zeta(x * x + 2.0, x * x + 1.0), (X,), 0, 0),
     "a loop": (looped, (X,), 0, 2),
     "a loop of rows": (rows_scanned, (X,), 0, 1),
