@@ -71,7 +71,8 @@ def follow(
             except NotIndependent:
                 continue
             seeds += joining
-            break
+            if joining is more:
+                break
     return axis
 
 

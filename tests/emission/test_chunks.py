@@ -206,6 +206,20 @@ def test_batches_that_meet_are_sliced_together(loss, seed):
     chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_that_may_not_join_keeps_no_other_from_it():
+    """Of four batches the second one's mean is needed whole: the others are sliced, two of them joining one by one."""
+
+    def compared(w, x, a, b, c):
+        centre = jnp.tanh(a @ w).mean(0)
+        return jnp.mean((jnp.tanh(x @ w) - centre) * (a @ w) * jnp.tanh(b @ w) * jnp.sin(c @ w))
+
+    args = W, X, X + 1, X + 2, X + 3
+    axis, chunked = along(compared, *args, seed=1)
+    assert len([eqn for eqn in axis.before if eqn.primitive.name == "dot_general"]) <= 2
+    gradients = (jax.value_and_grad(f, (0, 1, 2, 3, 4))(*args) for f in (chunked(3), compared))
+    chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 def masked(w, x, y):
     """Two means over what a mask leaves, and advantages less their mean."""
     mask = (jnp.abs(y).sum(-1) > 1).astype(jnp.float32)
