@@ -115,6 +115,11 @@ class Graph:
         """Values made by nodes `start` to `stop - 1`: a contiguous range of indices."""
         return range(self._first_values[start], self._first_values[stop])
 
+    def read_by(self, start: int, stop: int) -> tuple[int, ...]:
+        """Values that nodes `start` to `stop - 1` read and do not make, in the order in which they read them."""
+        first = self._first_values[start]
+        return tuple(dict.fromkeys(v for node in self.nodes[start:stop] for v in node.inputs if v < first))
+
     def first_value(self, node: int) -> int:
         """The index of the first value that node `node` or a later one makes."""
         return self._first_values[node]

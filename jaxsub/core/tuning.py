@@ -76,6 +76,7 @@ class Tuning:
         narrow_share: Several values of a run are live at once: each is looked at that is this share of what is wide.
         run_reach: A run reaches to where one part in so many of its widest value is live.
         least_sliced_bytes: For less nobody needs slices.
+        light_equations: Totals of so many cheap equations are made before slices: as many as one kernel may fuse.
         many_slices: Of axes that all have so many slices the one is taken that most of the run carries.
         same_step: Where a step needs this share of what is predicted of its largest function, a byte of a function's
             budget is one of the step.
@@ -130,6 +131,7 @@ class Tuning:
     narrow_share: float = 1 / 4
     run_reach: int = 4
     least_sliced_bytes: int = 2**20
+    light_equations: int = 16
     many_slices: int = 64
     same_step: float = 0.8
     close_step: float = 0.96

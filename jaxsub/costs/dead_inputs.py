@@ -40,7 +40,7 @@ def dead_inputs(
     unread = {id(t): unread_inputs(t, gpu=gpu) for t in {id(t): t for t, _ in traced.values()}.values()}
     found = {}
     for run in traced:
-        reads, dead = _reads(graph, run), []
+        reads, dead = graph.read_by(*run), []
         for i in sorted(unread[id(traced[run][0])]):
             value = graph.values[reads[i]]
             maker = runs[bisect_right(starts, value.producer or 0) - 1]
@@ -62,15 +62,10 @@ def dead_crossings(graph: Graph, cuts: Sequence[int], dead: Mapping[Stretch, tup
     """
     found = set[Stretch]()
     for run, positions in dead.items():
-        reads = _reads(graph, run)
+        reads = graph.read_by(*run)
         makers = (graph.values[reads[i]].producer or 0 for i in positions)
         found.update((bisect_right(cuts, maker) - 1, bisect_right(cuts, run[0]) - 1) for maker in makers)
     return found
-
-
-def _reads(graph: Graph, run: Stretch) -> tuple[int, ...]:
-    made = graph.made_by(*run).start
-    return tuple(dict.fromkeys(v for n in graph.nodes[run[0] : run[1]] for v in n.inputs if v < made))
 
 
 def _keeps(made_by: Traced, offset: int) -> bool:

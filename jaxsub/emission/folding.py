@@ -38,9 +38,8 @@ def run_of(program: Program, start: int, stop: int) -> tuple[tuple[Any, ...], li
 
 def still_of(program: Program, start: int, stop: int) -> set[Any]:
     """The variables that a run reads, does not make, and that have no tangents."""
-    graph, base = program.graph, program.graph.first_value(start)
-    read = {v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
-    return {program.variable(v) for v in read if not graph.values[v].is_differentiated}
+    read = (program.graph.values[v] for v in program.graph.read_by(start, stop))
+    return {program.variable(value.index) for value in read if not value.is_differentiated}
 
 
 def auxiliary_of(program: Program, start: int, stop: int) -> set[Any]:

@@ -72,11 +72,10 @@ def with_offloading(
 
 def entry_values(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     """Find the values that a run of nodes alone reads: on the device they are dead after its forward pass."""
-    first, outputs, weights = graph.first_value(start), graph.output_set(), graph.weights()
-    read = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < first)
+    outputs, weights = graph.output_set(), graph.weights()
     return tuple(
         v
-        for v in read
+        for v in graph.read_by(start, stop)
         if graph.values[v].producer is not None and v not in outputs and v not in weights
         if _is_movable(graph, v) and all(start <= c < stop for c in graph.values[v].consumers)
     )

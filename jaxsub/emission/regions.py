@@ -280,9 +280,7 @@ class _Emitter:
         return self.program.graph.made_by(piece.start, piece.stop)
 
     def _reads(self, piece: range) -> tuple[int, ...]:
-        made = self._made(piece).start
-        nodes = self.program.graph.nodes[piece.start : piece.stop]
-        return tuple(dict.fromkeys(v for node in nodes for v in node.inputs if v < made))
+        return self.program.graph.read_by(piece.start, piece.stop)
 
     def _returns(self, piece: range) -> tuple[int, ...]:
         return tuple(v for v in self._made(piece) if self.last_use[v] >= piece.stop)

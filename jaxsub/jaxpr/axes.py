@@ -24,6 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_bodies import Axis, Body, Follow, Held, NotIndependent, Step, held_rule, is_inexact
 from jaxsub.jaxpr.axis_origin import origins
@@ -32,9 +33,6 @@ from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.trace import ZERO_TANGENT
-
-FEW = 16
-"""Of so many cheap equations a total without tangents is made once, before the slices."""
 
 
 class MeetsTotal(NoRule):
@@ -319,7 +317,13 @@ class _Run(_Walk):
         """Run a total before the slices if it is made without tangents by a few cheap equations."""
         n = 1 + sum(self.light.get(a, 0) for a in eqn.invars if compat.is_var(a))
         is_light = all(a in self.light for a in eqn.invars if isinstance(self.state(a), Place))
-        if not is_light or n > FEW or is_costly(eqn) or bodies_of(eqn) or not self.moving.isdisjoint(eqn.outvars):
+        if (
+            not is_light
+            or n > TUNING.light_equations
+            or is_costly(eqn)
+            or bodies_of(eqn)
+            or not self.moving.isdisjoint(eqn.outvars)
+        ):
             return
         if all(isinstance(self.states[v], Total) for v in eqn.outvars):
             self.steps.pop()

@@ -44,7 +44,7 @@ def run_function(
     """Make a function of a run of nodes; `tag` names values that it makes, at offsets `saved` or all."""
     graph = program.graph
     made, last = graph.made_by(start, stop), graph.last_uses()
-    reads = tuple(dict.fromkeys(v for n in graph.nodes[start:stop] for v in n.inputs if v < made.start))
+    reads = graph.read_by(start, stop)
     returns = tuple(v for v in made if last[v] >= stop)
     active = tuple(v for v in returns if graph.values[v].is_differentiated)
     rest = tuple(v for v in returns if not graph.values[v].is_differentiated)
@@ -92,9 +92,7 @@ def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeSt
 
 
 def _slice(program: Program, start: int, stop: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    made = program.graph.made_by(start, stop)
-    reads = tuple(dict.fromkeys(v for n in program.graph.nodes[start:stop] for v in n.inputs if v < made.start))
-    outs = tuple(made)
+    reads, outs = program.graph.read_by(start, stop), tuple(program.graph.made_by(start, stop))
     eqns = without_scatter(program.eqns[start:stop])
     jaxpr = compat.make_jaxpr_of(eqns, [*map(program.variable, reads)], [*map(program.variable, outs)], program.traced)
     return jaxpr, reads, outs

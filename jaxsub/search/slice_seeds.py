@@ -13,11 +13,8 @@ from jaxsub.jaxpr.trace import Program
 
 def seeds_of_run(program: Program, start: int, stop: int) -> list[tuple[int, int]]:
     """Dimensions of what a run reads: of activations first, then of weights."""
-    graph = program.graph
-    base = graph.first_value(start)
-    reads = dict.fromkeys(v for node in graph.nodes[start:stop] for v in node.inputs if v < base)
-    weights = graph.weights()
-    order = sorted(reads, key=lambda v: (v in weights, -graph.values[v].n_bytes))
+    graph, weights = program.graph, program.graph.weights()
+    order = sorted(graph.read_by(start, stop), key=lambda v: (v in weights, -graph.values[v].n_bytes))
     return [(v, d) for v in order for d, size in enumerate(graph.values[v].shape) if size > 1]
 
 
@@ -28,8 +25,8 @@ def seeds_round_value(program: Program, start: int, stop: int, value: Value) -> 
     """
     if stop - start <= TUNING.region_equations:
         return seeds_of_run(program, start, stop)
-    graph, eqns, base = program.graph, program.eqns[start:stop], program.graph.first_value(start)
-    reads = {program.variable(v): v for node in graph.nodes[start:stop] for v in node.inputs if v < base}
+    graph, eqns = program.graph, program.eqns[start:stop]
+    reads = {program.variable(v): v for v in graph.read_by(start, stop)}
     made = {value.index}
     for node in graph.nodes[value.producer or 0 : stop]:
         if not made.isdisjoint((*node.inputs, *node.outputs)):

@@ -31,8 +31,6 @@ class Whole(Protocol):
 
 
 Runs = tuple[Slices, ...]
-
-
 NO_LIMIT = 2**62
 """Bytes that no program needs."""
 
@@ -81,10 +79,8 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
                 break
             inside = whole(one, Budget(inside.least_bytes), True)
         planned = Inside(inside.segments, inside.barriers, inside.loops)
-        runs, needed = (
-            (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),),
-            needed_bytes(inside),
-        )
+        runs = (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
+        needed = needed_bytes(inside)
     if not refusals:
         return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
     raise min(refusals, key=lambda refused: refused.least_bytes)

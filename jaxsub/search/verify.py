@@ -239,10 +239,8 @@ def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:
     kept: set[int] = set()
     moved = {v for segment in plan.segments for v in segment.offloaded}
     for segment in plan.segments:
-        base = graph.first_value(segment.start)
         kept.update(segment.saved)
-        kept.update(v for n in graph.nodes[segment.start : segment.stop] for v in n.inputs
-                    if len(graph.inputs) <= v < base)  # fmt: skip
+        kept.update(v for v in graph.read_by(segment.start, segment.stop) if v >= len(graph.inputs))
     alike: dict[tuple[str, int, bool], list[str]] = {}
     for v in sorted(kept):
         label = value_label(graph, v)
