@@ -76,7 +76,7 @@ class Tuning:
         narrow_share: Several values of a run are live at once: each is looked at that is this share of what is wide.
         run_reach: A run reaches to where one part in so many of its widest value is live.
         least_sliced_bytes: For less nobody needs slices.
-        light_equations: Totals of so many cheap equations are made before slices: as many as one kernel may fuse.
+        light_equations: Of at most so many cheap equations a total is made before slices, where they run again.
         many_slices: Of axes that all have so many slices the one is taken that most of the run carries.
         same_step: Where a step needs this share of what is predicted of its largest function, a byte of a function's
             budget is one of the step.
