@@ -23,6 +23,9 @@ from dataclasses import replace
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.graph import Graph, Value
 
+SLICED = frozenset(("gather", "dynamic_slice", "slice"))
+"""Primitives whose gradients are added into zeros."""
+
 Piece = tuple[int, int, int, bool]
 """Bytes of a value, the run that makes it, the last stage whose gradients may host it, and whether it crosses a cut."""
 
@@ -99,6 +102,20 @@ def loop_gradient_sizes(graph: Graph, start: int) -> tuple[int, ...]:
     loops = (node for node in graph.nodes[:start] if node.primitive == "scan")
     weights = (_weight(graph, v, node.index) for node in loops for v in sorted({*node.inputs}))
     return tuple(sorted(w.n_bytes for w in weights if w is not None))
+
+
+def late_gradients(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Yield for each gradient that is written at once, late, the node that reads its weight last, and its bytes.
+
+    That of a weight which a gather or a slice reads itself is filled with zeros first, early; of one that is cast
+    before, the cast back writes it.
+    """
+    for node in graph.nodes:
+        if graph.weights().isdisjoint(node.outputs):
+            for v in sorted({*node.inputs}):
+                found = _weight(graph, v, node.index)
+                if found is not None and not (found.index == v and node.primitive in SLICED):
+                    yield node.index, found.n_bytes
 
 
 def _weight(graph: Graph, value: int, reader: int) -> Value | None:

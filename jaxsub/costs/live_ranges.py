@@ -170,8 +170,10 @@ def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target |
 
 
 def _kept(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
-    returned = _bases(traced, filter(compat.is_var, traced.returned))
-    return {v: n for v, n in _residuals(traced, gpu).items() if v not in returned and v not in traced.inputs}
+    """Leave out results, inputs, and zeros to which a gradient is added: these lie where the gradient is returned."""
+    left_out = {*traced.inputs, *_bases(traced, filter(compat.is_var, traced.returned))}
+    left_out |= _written(traced, _unwrapped(traced, gpu))[1]
+    return {v: n for v, n in _residuals(traced, gpu).items() if v not in left_out}
 
 
 def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:

@@ -28,7 +28,7 @@ from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Inside, Loop, Segment
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.graph import Graph
-from jaxsub.core.output_reuse import loop_gradient_sizes
+from jaxsub.core.output_reuse import late_gradients, loop_gradient_sizes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges
@@ -98,9 +98,24 @@ class _Piece:
 
     def kept_bytes(self, run: TracedRun, choice: Choice) -> int:
         """Bytes of residuals each time that it runs."""
+        return self.entry_bytes + sum(self._entries(run, choice)) + choice.saved_bytes
+
+    def buffers(self, run: TracedRun, choice: Choice) -> list[int]:
+        """Bytes of each buffer of residuals that a gradient may host.
+
+        A loop stacks those of all its steps in one. XLA places larger buffers first, so what is no larger than a value
+        of a step may come too late.
+        """
+        graph, first = self.program.graph, self.program.graph.first_value(self.run[0])
+        made = [value.n_bytes for value in graph.values[first:]]
+        found = [*self.crossing, *self._entries(run, choice), *(made[offset] for offset in choice.saved)]
+        return [self.times * n for n in found if not self.carries or self.times * n > max(made)]
+
+    def _entries(self, run: TracedRun, choice: Choice) -> list[int]:
+        """Bytes of each value of the carry that a loop's step starts from."""
         read = run.read_with(choice.saved) if self.carries else ()
-        entries = (v for v, i in zip(run.inputs, run.function.reads, strict=True) if i in self.carries and v in read)
-        return self.entry_bytes + sum(map(run.bytes_of, entries)) + choice.saved_bytes
+        return [run.bytes_of(v) for v, i in zip(run.inputs, run.function.reads, strict=True)
+                if i in self.carries and v in read]  # fmt: skip
 
 
 def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
@@ -126,8 +141,7 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
     for name, chosen in _chosen(pieces, traced, gpu):
         regions = [(p, traced[p.kind], chosen[p.kind]) for p in pieces]
         predicted = _predicted(program, regions, head, gpu)
-        hosted = 0 if is_loops else _in_gradients(program, regions)
-        predicted = replace(predicted, temp_bytes=predicted.temp_bytes + outside - hosted)
+        predicted = replace(predicted, temp_bytes=predicted.temp_bytes + outside - _in_gradients(program, regions))
         ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
         plan = Plan(
             program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}", prediction=predicted
@@ -300,22 +314,20 @@ def _predicted(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choi
 
 
 def _in_gradients(program: Program, regions: Sequence[tuple[_Piece, TracedRun, Choice]]) -> int:
-    """What blocks save in the buffers of gradients that are made after it is dead: XLA allocates nothing for that.
+    """What regions save in the buffers of gradients that are made after it is dead: XLA allocates nothing for that.
 
-    A gradient is made where the backward pass comes to the last block that reads its weight, so it has room for what
-    later blocks save, a value of at most its size. A loop carries the gradients of what it reads: there is no room.
+    A gradient is made where the backward pass comes to the last region that reads its weight, so it has room for what
+    later regions save: a value of at most its size, or all that a loop stacks of one. A loop carries the gradients of
+    what it reads itself: they have no room for what it stacks.
     """
-    graph, last = program.graph, program.graph.last_uses()
     starts = [piece.node for piece, _, _ in regions]
-    made = sorted((bisect_right(starts, last[i]), graph.values[i].n_bytes) for i in program.differentiated)
+    made = sorted((bisect_right(starts, reader), n_bytes) for reader, n_bytes in late_gradients(program.graph))
     free, total, begun = list[int](), 0, 0
-    for number, (piece, _, choice) in enumerate(regions):
+    for number, (piece, run, choice) in enumerate(regions):
         while begun < len(made) and made[begun][0] <= number:
             insort(free, made[begun][1])
             begun += 1
-        first = graph.first_value(piece.node)
-        saved = (graph.values[first + offset].n_bytes for offset in choice.saved)
-        for size in sorted([*piece.crossing, *saved], reverse=True):
+        for size in sorted(piece.buffers(run, choice), reverse=True):
             if (at := bisect_left(free, size)) < len(free):
                 del free[at]
                 total += size

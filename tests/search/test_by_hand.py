@@ -271,6 +271,41 @@ def test_what_lies_in_gradients_is_not_counted():
         assert abs(found[name].prediction.temp_bytes - needed) < needed / 3
 
 
+def scanned_over_words(dtype, words, ws, tokens):
+    """A loss of layers in a scan over rows of an embedding, in a type of its own."""
+    x = words.astype(dtype)[tokens].astype("float32")
+    return jnp.sum(jax.lax.scan(lambda x, w: (wide_layer(x, w), None), x, ws)[0] ** 2)
+
+
+def over_words(dtype, n_words):
+    """Its program, for so many words."""
+    ws = tuple(jax.ShapeDtypeStruct((16, *shape), "float32") for shape in ((128, 512), (512, 128)))
+    args = jax.ShapeDtypeStruct((n_words, 128), "float32"), ws, jax.ShapeDtypeStruct((256,), "int32")
+    return trace(partial(scanned_over_words, dtype), args, {})
+
+
+def test_a_gradient_that_is_cast_late_hosts_what_a_loop_stacks():
+    """An embedding in bfloat16: its gradient's buffer is free until the cast, larger than the stack of inputs.
+
+    One that a gather reads itself is filled with zeros early. Nor is there room where it is smaller than the stack.
+    """
+    needed = {}
+    for dtype, n_words in (("bfloat16", 8000), ("float32", 8000), ("bfloat16", 3000)):
+        found = {plan.planner: plan for plan in plans_by_hand(over_words(dtype, n_words), get_target("h100"))}
+        needed[dtype, n_words] = found["by hand: full"].prediction.temp_bytes
+    stack = 16 * 256 * 128 * 4
+    assert needed["float32", 8000] - needed["bfloat16", 8000] == stack
+    assert needed["float32", 8000] == needed["bfloat16", 3000]
+
+
+def test_zeros_for_a_gradient_are_no_memory_of_their_own():
+    """On a CPU zeros for an embedding's gradient are there from the start, in the buffer that is returned."""
+    program = over_words("float32", 8000)
+    for plan in plans_by_hand(program):
+        needed = measured(program, emit(program, plan), get_target("cpu")).temp_bytes
+        assert abs(plan.prediction.temp_bytes - needed) < 0.15 * needed
+
+
 def test_work_without_a_gradient_hides_no_blocks():
     """A long rollout whose gradient is stopped has most of the FLOPs; blocks are those of the loss beside it."""
 
