@@ -211,9 +211,11 @@ class _Search:
     def by_hand(self, make: Callable[[], Sequence[Plan]]) -> None:
         """Try plans by hand that recompute clearly less than the best that fits; where none fits the least one too.
 
-        A plan that needs far more than predicted rules out what is predicted to need as much. Predictions below it are
-        corrected by half of its error, by three quarters after two such plans, and so on: buffers of gradients may host
-        what two values save and not what three do. Plans by hand that were measured before count too.
+        A plan that needs far more than predicted rules out what is predicted to need as much, unless something fits
+        already: then that is half as likely to fit, a quarter after two, for XLA may order one program otherwise than
+        the next. Predictions below it are corrected by half of its error, by three quarters after two such plans, and
+        so on: buffers of gradients may host what two values save and not what three do. Plans by hand that were
+        measured before count too.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
@@ -225,7 +227,7 @@ class _Search:
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         known = [plan for plan in every if self.verifier.is_known(plan)]
         plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
-        tries, known, worst, n_far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, 0
+        tries, known, worst, far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, list[int]()
         for _ in range(tries):
             if plan is None:
                 return
@@ -237,12 +239,14 @@ class _Search:
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
-                n_far += 1
-                left = [p for p in left if predicted_bytes(p) < predicted_bytes(plan)]
-                most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5**n_far)))
-            error = worst * 0.5 ** max(n_far, 1)
-            fitting = known or [p for p in left if share * predicted_bytes(p) <= most]
-            plan = fitting[0] if fitting else self._largest_expected_gain(left, most, error)
+                far.append(predicted_bytes(plan))
+                most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5 ** len(far))))
+            error = worst * 0.5 ** max(len(far), 1)
+            below = [p for p in left if predicted_bytes(p) < min(far, default=math.inf)]
+            fitting = known or [p for p in below if share * predicted_bytes(p) <= most]
+            plan = fitting[0] if fitting else self._largest_expected_gain(below, most, error)
+            if plan is None and self.most_share < math.inf:
+                plan = self._largest_expected_gain(left, bracket.limit, doubt=0.5 ** len(far))
             known = known[1:]
 
     def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
@@ -260,16 +264,17 @@ class _Search:
         needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
         return first if needed <= error * limit else None
 
-    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0) -> Plan | None:
+    def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0,
+                               doubt: float = 1.0) -> Plan | None:  # fmt: skip
         """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile.
 
-        Predictions err by `error`, and at least as those of plans by hand do.
+        Predictions err by `error`, and at least as those of plans by hand do; the probability is `doubt` times as high.
         """
         share, most = self.verifier.pricer.share, self.most_share
         error = max(error, by_hand_error(self.verifier.pricer.target))
 
         def expected(plan: Plan) -> float:
-            probability = fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
+            probability = doubt * fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
             gain = probability * (most - recomputed_share(plan))
             is_likely = probability >= TUNING.least_probability
             return round(gain, 3) if is_likely or gain > self.effort.gain_by_hand else 0.0

@@ -214,10 +214,10 @@ def _chosen(pieces: Sequence[_Piece], traced: Mapping[Any, TracedRun],
     hulls = {kind: finer(run, choices(run)) for kind, run in traced.items()}
     most = max(hulls[kind][0].recompute_flops for kind in hulls)
     lead = next(kind for kind in hulls if hulls[kind][0].recompute_flops == most)
-    products = filter(None, [_names_of_products(firsts[lead])])
-    for kept in (*_names_one_by_one(firsts[lead], traced[lead], gpu), *products):
-        saves = _by_names(kept)
-        yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
+    for names in (_names_of(firsts[lead]), _names_of_products(firsts[lead])):
+        for kept in _one_by_one(names, firsts[lead], traced[lead], gpu):
+            saves = _by_names(kept)
+            yield "names", {kind: choice_of(traced[kind], piece.saved(saves)) for kind, piece in firsts.items()}
     for choice in hulls[lead]:
         share = choice.recompute_flops / max(most, 1.0)
         yield "minimum cut", {kind: min(hull, key=lambda c: abs(c.recompute_flops - share * hull[0].recompute_flops))
@@ -228,17 +228,14 @@ def _by_names(names: Collection[str]) -> Saves:
     return lambda eqn: compat.given_name(eqn) in names
 
 
-def _names_one_by_one(piece: _Piece, run: TracedRun, gpu: Target | None) -> Iterator[tuple[str, ...]]:
-    """Of the user's names ever more, next the one that spares most recomputation a byte; of alike ones the smallest."""
+def _one_by_one(names: Sequence[str], piece: _Piece, run: TracedRun, gpu: Target | None) -> Iterator[tuple[str, ...]]:
+    """Of some names ever more, next the one that spares most recomputation a byte; of alike ones the smallest."""
 
     def need(choice: Choice) -> int:
         return live_ranges.backward_bytes(run, choice.saved, gpu=gpu)
 
-    eqns = piece.program.eqns[piece.run[0] : piece.run[1]]
-    left = list(dict.fromkeys(name for eqn in eqns if (name := compat.given_name(eqn)) is not None))
-    kept: tuple[str, ...] = ()
-    now = choice_of(run, ())
-    while len(left) > 1:  # all of them are a policy of their own
+    left, kept, now = list(names), tuple[str, ...](), choice_of(run, ())
+    while left:
         tried = {name: choice_of(run, piece.saved(_by_names((*kept, name)))) for name in left}
         worth = {name: (now.recompute_flops - choice.recompute_flops) / max(choice.saved_bytes - now.saved_bytes, 1)
                  for name, choice in tried.items()}  # fmt: skip
@@ -248,6 +245,12 @@ def _names_one_by_one(piece: _Piece, run: TracedRun, gpu: Target | None) -> Iter
         left.remove(name)
         kept = (*kept, name)
         yield kept
+
+
+def _names_of(piece: _Piece) -> tuple[str, ...]:
+    """The user's names of values of a piece."""
+    eqns = piece.program.eqns[piece.run[0] : piece.run[1]]
+    return tuple(dict.fromkeys(name for eqn in eqns if (name := compat.given_name(eqn)) is not None))
 
 
 def _names_of_products(piece: _Piece) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     best = min(
         search.plans,
         key=lambda plan: (
-            round(recomputed_share(plan) if is_asked else _cost(plan), 3),
+            round(recomputed_share(plan) if is_asked else cost_of(plan), 3),
             0 if is_asked else _n_slices(plan),
             needed_bytes(plan),
         ),
@@ -71,17 +71,23 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     Returns:
         The plan; `None` where no run may be executed in slices.
     """
-    found: list[tuple[tuple[bool, float, int], Plan]] = []
+    search = _Search(program, target, Budget(n_bytes), False, whole)
+    found: list[tuple[tuple[bool, float, int], Runs, Plan]] = []
     for number, runs in enumerate(candidates(program, target, n_bytes)):
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
-                plan = in_slices(program, runs, Budget(n_bytes), whole, True)
-                rank = (False, round(_cost(plan), 3), number)
+                plan = search.planned(runs, search.budget)
+                rank = (False, round(cost_of(plan), 3), number)
             except InfeasibleBudgetError as refused:
-                plan = in_slices(program, runs, Budget(refused.least_bytes), whole, True)
+                plan = search.planned(runs, Budget(refused.least_bytes))
                 rank = (True, float(needed_bytes(plan)), number)
-            found.append((rank, plan))
-    return min(found, key=lambda ranked: ranked[0])[1] if found else None
+            found.append((rank, runs, plan))
+    if not found:
+        return None
+    (does_not_fit, _, _), chosen, plan = min(found, key=lambda ranked: ranked[0])
+    if does_not_fit:
+        return plan
+    return search.planned(search.fewest_of(chosen, n_bytes, needed_bytes(plan), cost_of(plan)), search.budget)
 
 
 WHOLE: Runs = ()
@@ -148,7 +154,7 @@ class _Search:
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
         try:
-            return recomputed_share(self._planned(WHOLE, self.budget)), 0
+            return recomputed_share(self.planned(WHOLE, self.budget)), 0
         except InfeasibleBudgetError as refused:
             return math.inf, refused.least_bytes
 
@@ -161,7 +167,7 @@ class _Search:
         least = self._said()[1]
         if not least:
             return False
-        share = recomputed_share(self._planned(WHOLE, Budget(least)))
+        share = recomputed_share(self.planned(WHOLE, Budget(least)))
         probability = fitting_probability(least / self.n_bytes, by_hand_error(self.target))
         return probability * (cost - share) > TUNING.compile_gain
 
@@ -188,14 +194,14 @@ class _Search:
             if runs and not self.is_asked and self._is_refused_alike(runs):
                 continue
             try:
-                plan = self._planned(runs, self._corrected() if runs else self.budget)
+                plan = self.planned(runs, self._corrected() if runs else self.budget)
             except InfeasibleBudgetError as refused:
                 if not self.plans and (runs or self._may_err()):
                     yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
             else:
-                share = round(_cost(plan) - (0.0 if runs else TUNING.compile_gain), 3)
+                share = round(cost_of(plan) - (0.0 if runs else TUNING.compile_gain), 3)
                 known = known if is_slow else min(known, share)
-                if _cost(plan) < most or (self.is_asked and self._spares(plan)):
+                if cost_of(plan) < most or (self.is_asked and self._spares(plan)):
                     yield (False, is_slow, share, number), runs
 
     def _is_refused_alike(self, runs: Runs) -> bool:
@@ -211,7 +217,7 @@ class _Search:
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
         try:
-            return needed_bytes(self._planned(runs, Budget(1)))
+            return needed_bytes(self.planned(runs, Budget(1)))
         except InfeasibleBudgetError as refused:
             return refused.least_bytes
 
@@ -241,9 +247,9 @@ class _Search:
 
     def _least_cost(self) -> float:
         """What the best plan that was found costs; infinite where there is none."""
-        return min(map(_cost, self.plans), default=math.inf)
+        return min(map(cost_of, self.plans), default=math.inf)
 
-    def _planned(self, runs: Runs, budget: Budget) -> Plan:
+    def planned(self, runs: Runs, budget: Budget) -> Plan:
         """Plan with some runs in slices by prediction alone; that is done once."""
         key = runs, budget
         if key not in self.predicted:
@@ -257,34 +263,45 @@ class _Search:
         return found
 
     def _fewest(self, runs: Runs, plan: Plan | None = None) -> Runs:
-        """The same runs in as few slices as may fit and recompute no more: each slice reads and writes the weights.
+        """The same runs in as few slices as may fit and recompute no more.
 
         What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
-        What grows with a slice is twice as large in half as many: two plans say where the limit may be.
         """
         if self.budget == Budget() or not runs:
             return runs
+        with contextlib.suppress(InfeasibleBudgetError):
+            now = self.planned(runs, self._corrected())
+            room = int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan or now)
+            return self.fewest_of(runs, max(1, room), needed_bytes(now), cost_of(plan or now))
+        return runs
+
+    def fewest_of(self, runs: Runs, n_bytes: int, needed: int, most: float) -> Runs:
+        """The same runs in as few slices as fit and cost no more: each slice reads and writes the weights.
+
+        What grows with a slice is twice as large in half as many: two plans say where the limit may be.
+
+        Args:
+            runs: The runs.
+            n_bytes: The budget.
+            needed: What they need in so many slices.
+            most: What they may cost.
+        """
         every = [runs]
         while (fewer := tuple(map(_halved, every[-1]))) != every[-1]:
             every.append(fewer)
-        with contextlib.suppress(InfeasibleBudgetError):
-            now = self._planned(runs, self._corrected())
-            plan, known = plan or now, {0: needed_bytes(now)}
-            room = max(1, int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan))
-            low, high = 0, len(every)
-            while low + 1 < high and (there := _farthest(known, room)) > low:
-                there = there if there < high else (low + high) // 2
-                found = self._planned_or_none(every[there], Budget(room))
-                if found is None or round(_cost(found), 3) > round(_cost(plan), 3):
-                    high = there
-                else:
-                    low, known[there] = there, needed_bytes(found)
-            return every[low]
-        return runs
+        known, low, high = {0: needed}, 0, len(every)
+        while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
+            there = there if there < high else (low + high) // 2
+            found = self._planned_or_none(every[there], Budget(n_bytes))
+            if found is None or round(cost_of(found), 3) > round(most, 3):
+                high = there
+            else:
+                low, known[there] = there, needed_bytes(found)
+        return every[low]
 
     def _planned_or_none(self, runs: Runs, budget: Budget) -> Plan | None:
         try:
-            return self._planned(runs, budget)
+            return self.planned(runs, budget)
         except InfeasibleBudgetError:
             return None
 
@@ -323,7 +340,7 @@ def _least_gain(runs: Runs) -> float:
     return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
 
 
-def _cost(plan: Plan) -> float:
+def cost_of(plan: Plan) -> float:
     """What a plan recomputes and what its slices move again, as a share of a forward pass."""
     return recomputed_share(plan) + slowed_share(plan.slices)
 

@@ -30,7 +30,7 @@ from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.propagated import shares_of
-from jaxsub.search.slice_search import best_in_slices
+from jaxsub.search.slice_search import best_in_slices, cost_of
 from jaxsub.search.verify import cut_choices, usual_choices
 from jaxsub.step.fused_update import Findings
 
@@ -60,9 +60,8 @@ class Attempt:
 
     @property
     def extra_flops(self) -> float:
-        """Predicted recompute of all its functions."""
-        found = ((p, p.prediction, self.trial.calls[key]) for key, p in self.plans.items())
-        return sum(recomputed_share(p) * max(said.forward_flops, 1.0) * calls for p, said, calls in found if said)
+        """Predicted recompute of all its functions, and the time in which slices move weights again as FLOPs."""
+        return sum(_extra_flops(plan) * self.trial.calls[key] for key, plan in self.plans.items())
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +107,7 @@ class Ladder:
                 return plan
             plans = [plan, *self._in_slices(max(1, int(n_bytes)))]
         fitting = [plan for plan in plans if predicted_bytes(plan) <= n_bytes]
-        return min(fitting, key=recomputed_share) if fitting else min(plans, key=predicted_bytes)
+        return min(fitting, key=cost_of) if fitting else min(plans, key=predicted_bytes)
 
     def _in_slices(self, n_bytes: int) -> list[Plan]:
         """The best plan with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
@@ -248,11 +247,15 @@ class Sizing:
         if len(self.ladders) == 1:
             return
         plans = dict(best.plans)
-        cost = {key: p.prediction.extra_flops if p.prediction is not None else 0.0 for key, p in plans.items()}
+        cost = {key: _extra_flops(plan) for key, plan in plans.items()}
         for key in sorted(self.ladders, key=lambda key: -cost[key]):
             relaxed = {**plans, key: self.ladders[key].site.own}
             if cost[key] > 0 and self._fits(self.attempt(relaxed), n_bytes):
                 plans = relaxed
+
+
+def _extra_flops(plan: Plan) -> float:
+    return cost_of(plan) * max(plan.prediction.forward_flops, 1.0) if plan.prediction is not None else 0.0
 
 
 def _shape(plans: Mapping[str, Plan]) -> Any:

@@ -212,8 +212,11 @@ def test_what_was_measured_before_says_something_too():
 
 
 def test_one_that_needs_far_more_than_predicted_does_not_speak_for_the_others():
-    """One that is predicted to need as much as what is far too large is not tried; those below it are."""
-    assert tried(100, [200, 140, 140, 100, 100], 8, said=[190, 93, 93, 90, 86]) == ([1, 3], 3)
+    """What is predicted to need as much as one that is far too large comes last, and only where something fits."""
+    said = [190, 93, 93, 90, 86]
+    assert tried(100, [200, 140, 140, 100, 100], 8, said=said) == ([1, 3, 2], 3)
+    assert tried(100, [200, 140, 95, 100, 100], 8, said=said) == ([1, 3, 2], 2)
+    assert 2 not in tried(100, [200, 140, 95, 140, 140], said=said)[0]
 
 
 def test_a_head_that_holds_the_peak_may_fuse():

@@ -44,6 +44,17 @@ def test_a_step_fits_in_slices():
         whole.report(W, X, Y)
 
 
+def test_a_step_runs_in_no_more_slices_than_fit():
+    """Each slice reads and writes the weights: with twice the memory a step takes at most half as many slices."""
+    counts = []
+    for memory in (MEMORY, 2 * MEMORY):
+        step = jaxsub.jit(step_of(jaxsub.sublinear(loss)), memory=memory, donate_argnums=0, progress=False)
+        report = step.report(W, X, Y)
+        counts.append(max(run.count for run in report.sites[0].plan.slices))
+        assert report.step_bytes <= memory
+    assert 2 <= 2 * counts[1] <= counts[0]
+
+
 def test_the_largest_batch_uses_slices():
     """With slices a batch fits that is several times the largest one that fits as it stands."""
 
