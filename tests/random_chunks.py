@@ -9,7 +9,7 @@ from zoo import smooth_abs
 from jaxsub.emission.chunks import sliced
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis_bodies import NotIndependent
+from jaxsub.jaxpr.axis import NotIndependent
 from jaxsub.jaxpr.trace import flatten_jaxpr, trace
 
 

@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import Body, Step, is_inexact, no_tangent
+from jaxsub.jaxpr.axis import Body, Step
+from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
 
 Env = dict[tuple[Any, Place | None], Any]

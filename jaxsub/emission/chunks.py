@@ -30,7 +30,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import Axis, Step, is_inexact, no_tangent
+from jaxsub.jaxpr.axis import Axis, Step
+from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear

@@ -20,7 +20,8 @@ from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import body_program, branch_programs, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent, is_inexact
+from jaxsub.jaxpr.axis import Axis, NotIndependent
+from jaxsub.jaxpr.axis_bodies import is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of, remembered
 

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import Axis, Body, Follow, Held, NotIndependent, Step, held_rule, is_inexact
+from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step
+from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule, is_inexact
 from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS, Step
+from jaxsub.jaxpr.axis import Step
+from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
 from jaxsub.jaxpr.axis_rules import rule_of
 from jaxsub.jaxpr.flops import bodies_of

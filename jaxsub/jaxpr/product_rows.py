@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxsub.core.tuning import TUNING
-from jaxsub.jaxpr.axis_bodies import Axis, Step
+from jaxsub.jaxpr.axis import Axis, Step
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.flops import flops_of
 

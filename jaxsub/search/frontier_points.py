@@ -24,7 +24,7 @@ from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.planners.optimal import solve
 from jaxsub.search.sliced_program import is_whole_function, unfolded
-from jaxsub.search.slicing import Chunks, asked, candidates
+from jaxsub.search.slicing import Chunks, asked, find_runs
 from jaxsub.search.verify import cut_choices, finish, usual_choices
 
 
@@ -48,7 +48,7 @@ def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
     found = best(_as_it_stands(pricer))
     if chunks is False:
         return found
-    sets = candidates(pricer.program, pricer.target, max(1, found[0].temp_bytes // 2))
+    sets = find_runs(pricer.program, pricer.target, max(1, found[0].temp_bytes // 2)).sets()
     sliced = (candidate for runs in sets for candidate in _in_slices(pricer, runs))
     return best([*found, *sliced], 0.0 if chunks is True else TUNING.little_recompute)
 

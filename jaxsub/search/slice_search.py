@@ -24,7 +24,7 @@ from jaxsub.jaxpr.trace import Program
 from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, slowed_share
-from jaxsub.search.slicing import Chunks, asked, candidates
+from jaxsub.search.slicing import Chunks, asked, find_runs
 
 
 def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
@@ -73,7 +73,7 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     """
     search = _Search(program, target, Budget(n_bytes), False, whole)
     found: list[tuple[tuple[bool, float, int], Runs, Plan]] = []
-    for number, runs in enumerate(candidates(program, target, n_bytes)):
+    for number, runs in enumerate(find_runs(program, target, n_bytes).sets()):
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
                 plan = search.planned(runs, search.budget)
@@ -116,12 +116,12 @@ class _Search:
                 return
             if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
                 return
-        sets = dict.fromkeys(candidates(self.program, self.target, self.n_bytes))
+        found = find_runs(self.program, self.target, self.n_bytes)
+        sets = dict.fromkeys(found.sets())
         sets = sets if is_whole_first else {WHOLE: None, **sets}
         self._try_sets(dict(sets), TUNING.slice_sets + (WHOLE in sets))
         if not self.plans:
-            last = candidates(self.program, self.target, self.n_bytes, is_last=True)
-            self._try_sets({runs: None for runs in last if runs not in sets}, 1)
+            self._try_sets({runs: None for runs in found.sets(is_last=True) if runs not in sets}, 1)
 
     def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
         """Plan the program with the most promising sets of runs in slices."""

@@ -14,15 +14,16 @@ from typing import Any
 
 from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.slice_time import TILE_ROWS, least_rows, product_dtype
+from jaxsub.costs.slice_time import TILE_ROWS
 from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import program_within, run_of, still_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis_bodies import NotIndependent
-from jaxsub.jaxpr.axis_origin import Dims, on_all_devices, origins
+from jaxsub.jaxpr.axis import NotIndependent
+from jaxsub.jaxpr.axis_origin import Dims, origins
 from jaxsub.jaxpr.trace import Program
-from jaxsub.search.slicing import Found, batch_run, everywhere, largest_count
+from jaxsub.search.found_run import Found
+from jaxsub.search.slicing import find_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,14 @@ def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable
     """
     if n_bytes < TUNING.least_sliced_bytes:
         return ()
-    least = min(least_rows(target, product_dtype(program)), TILE_ROWS)
-    n_bytes = on_all_devices(program, n_bytes)
-    runs, refused = everywhere(program, n_bytes, least)
-    batch = batch_run(program)
+    found = find_runs(program, target, n_bytes)
+    least, runs, batch, refused = min(found.least, TILE_ROWS), found.runs, found.batch, found.refused
     whole = [_told(program, batch, least)] if isinstance(batch, Found) else []
     if isinstance(batch, NotIndependent):
         refused = [("whole function along its batch", 0, batch), *refused]
     alike = Counter((f.label, f.within, f.axis.length, f.carried_bytes) for f in runs)
     firsts = {(f.label, f.within, f.axis.length, f.carried_bytes): f for f in reversed(runs)}
-    told = [replace(_told(program, found, least), times=alike[key]) for key, found in firsts.items()]
+    told = [replace(_told(program, run, least), times=alike[key]) for key, run in firsts.items()]
     reasons = Counter(Sliceable(label, size, ended_by=str(why)) for label, size, why in refused)
     not_sliced = [replace(entry, times=n) for entry, n in reasons.items()]
     told = [entry for entry in told if replace(entry, n_bytes=0) not in [replace(w, n_bytes=0) for w in whole]]
@@ -73,7 +72,7 @@ def sliceable(program: Program, target: Target, n_bytes: int) -> tuple[Sliceable
 
 def _told(program: Program, found: Found, least: int) -> Sliceable:
     axis = axis_words(program, found.within, found.value, found.dim)
-    return Sliceable(found.label, found.carried_bytes, found.axis.length, largest_count(found, least), axis,
+    return Sliceable(found.label, found.carried_bytes, found.axis.length, found.largest_count(least), axis,
                      _end_of(program_within(program, found.within), found))  # fmt: skip
 
 

@@ -10,8 +10,7 @@ the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -19,26 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from jaxsub.core.decisions import UNSPLIT, Slices, Split
+from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.costs.roofline import count_kernels
-from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
+from jaxsub.costs.slice_time import TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
-from jaxsub.emission.chunks import makes_gradient
-from jaxsub.emission.folding import auxiliary_of, bodies_of_node, run_of, still_of
+from jaxsub.emission.folding import bodies_of_node, run_of, still_of
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent, Step, is_inexact
+from jaxsub.jaxpr.axis import NotIndependent, Step
 from jaxsub.jaxpr.axis_origin import on_all_devices, reads_positions, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested
-from jaxsub.partition.min_cut import choice_of
-from jaxsub.partition.traced_run import TracedRun, trace_run
+from jaxsub.partition.traced_run import trace_run
+from jaxsub.search.found_run import Found
 from jaxsub.search.slice_seeds import batch_seeds, seeds_of_run, seeds_round_value, sources
 
 Chunks = str | bool | Mapping[Any, int]
@@ -49,96 +47,68 @@ class ChunksError(JaxsubError, ValueError):
     """What `chunks=` asks for cannot be done."""
 
 
+Refusals = list[tuple[str, int, NotIndependent]]
+"""Wide values that no run may be made of: what they are called, their bytes, and why."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """An axis of a run, and what slices of it would spare.
+class RunsFound:
+    """The runs of a program that may be executed in slices for a budget.
 
     Attributes:
-        start: The run's first node.
-        stop: The node after its last.
-        value: A value that it reads and that carries the axis.
-        dim: The dimension of it that does.
-        axis: The axis.
-        carried_bytes: Bytes of what the run makes along the axis.
-        rows: Rows of its products along the axis.
-        run: The run, in the program that contains it.
-        n_kernels: Kernels of its forward pass.
-        label: What it is called.
-        is_head: Whether it ends the program in a loss: then no slice is recomputed, if its gradient scales.
-        within: In which bodies of loops and conditionals it stands.
-        weight: How often it runs.
-        split: Over which devices the axis is split.
+        program: The program.
+        n_bytes: The budget, of all devices.
+        least: Rows that keep the target busy.
+        time: What each slice costs.
+        runs: Runs round its widest values, and in the bodies of its loops and conditionals.
+        batch: The whole function along its batch, or why not; `None` where it is no loss or has no batch.
+        refused: Wide values that no run may be made of.
     """
 
-    start: int
-    stop: int
-    value: int
-    dim: int
-    axis: Axis
-    carried_bytes: int
-    rows: int
-    run: Callable[[], TracedRun]
-    n_kernels: Callable[[], int]
-    label: str
-    is_head: bool
-    within: tuple[tuple[int, int], ...] = ()
-    weight: float = 1.0
-    split: Split = UNSPLIT
+    program: Program
+    n_bytes: int
+    least: int
+    time: SliceTime
+    runs: list[Found]
+    batch: Found | NotIndependent | None
+    refused: Refusals
 
-    def slices(self, program: Program, count: int, time: SliceTime = NO_TIME) -> Slices:
-        """The run in so many slices; `time` says what each costs."""
-        spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
-        every, own = (sum(node.flops for node in part) for part in (nodes, nodes[self.start : self.stop]))
-        if self.is_head:
-            moving = {program.variable(v.index) for v in program.graph.values if v.is_differentiated}
-            returns = run_of(program, self.start, self.stop)[2]
-            auxiliary = auxiliary_of(program, self.start, self.stop)
-            again = 0.0 if makes_gradient(self.axis, returns, moving, auxiliary) else own
-        else:
-            again = self.weight * choice_of(self.run(), ()).recompute_flops
-        once = time.share(again if self.within else own, self.rows // self.split.parts,
-                          round(self.weight * self.n_kernels()), count)  # fmt: skip
-        return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
-                      again / max(every, 1.0), within=self.within, split=self.split,
-                      slowed_share=(count - 1) * once)  # fmt: skip
+    def sets(self, is_last: bool = False) -> Iterator[tuple[Slices, ...]]:
+        """Sets of runs to execute in slices, those first that recompute nothing.
+
+        The loss head; the whole function along its batch; the head and the widest run in the body of a loop or
+        conditional; all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as
+        many rows as keep the target busy, and of a tile's; where nothing else fits (`is_last`) of any number of rows.
+        """
+        whole = [self.batch] if isinstance(self.batch, Found) else []
+        heads = [run for run in self.runs if run.is_head]
+        loops = sorted((run for run in self.runs if run.within), key=lambda run: -run.carried_bytes)
+        usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
+        told: dict[tuple[Slices, ...], None] = {}
+        for asked_bytes, rows in ((1, 1),) if is_last else usual:
+            for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs):
+                counts = [run.count(asked_bytes, rows) for run in runs]
+                pairs = zip(runs, counts, strict=True)
+                chosen = [run.slices(self.program, n, self.time) for run, n in pairs if n > 1]
+                told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
+        yield from (runs for runs in told if runs)
 
 
-def candidates(program: Program, target: Target, n_bytes: int, is_last: bool = False) -> Iterator[tuple[Slices, ...]]:
-    """Sets of runs that may be executed in slices, those first that recompute nothing.
-
-    The loss head; the whole function along its batch; the head and the widest run in the body of a loop or conditional;
-    all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as many rows as keep
-    the target busy, and of a tile's.
+def find_runs(program: Program, target: Target, n_bytes: int) -> RunsFound:
+    """Find the runs of a program that may be executed in slices.
 
     Args:
         program: The program.
         target: What it is planned for.
         n_bytes: The budget, of one device.
-        is_last: Whether nothing else fits: then slices may have any number of rows.
     """
     n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
     least = least_rows(target, dtype)
-    time = slice_time(program, target, dtype)
-    batch = batch_run(program)
-    whole = [batch] if isinstance(batch, Found) else []
-    found, _ = everywhere(program, n_bytes, least)
-    heads = [run for run in found if run.is_head]
-    loops = sorted((run for run in found if run.within), key=lambda run: -run.carried_bytes)
-    told: dict[tuple[Slices, ...], None] = {}
-    counted = ((1, 1),) if is_last else ((n_bytes, least), (1, least), (1, min(least, TILE_ROWS)))
-    for asked_bytes, rows in counted:
-        for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], found):
-            counts = [_count(run, asked_bytes, rows) for run in runs]
-            chosen = [run.slices(program, n, time) for run, n in zip(runs, counts, strict=True) if n > 1]
-            told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
-    yield from (runs for runs in told if runs)
+    runs, refused = _everywhere(program, n_bytes, least)
+    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs, batch_run(program), refused)
 
 
-Refusals = list[tuple[str, int, NotIndependent]]
-"""Wide values that no run may be made of: what they are called, their bytes, and why."""
-
-
-def everywhere(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
+def _everywhere(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
     """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
     found: list[Found] = []
     refused: Refusals = []
@@ -309,48 +279,6 @@ def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes
         if TUNING.run_reach * live[there] <= n_bytes and (not is_low or live[there] <= lowest):
             nearest, farthest, lowest = there if nearest is None else nearest, there, live[there]
     return tuple(dict.fromkeys((cut, positions[0]) if nearest is None else (farthest, nearest, positions[0])))
-
-
-def _count(found: Found, n_bytes: int, least: int) -> int:
-    """In how many slices a run is executed: as few as leave it a small share of the budget, in large products."""
-    is_whole = found.is_head and not found.start
-    share = 1 / 2 if is_whole else TUNING.wide_share  # the whole function leaves nothing but its slices
-    needed = found.carried_bytes / max(1.0, share * n_bytes)
-    wanted, most = int(2 ** math.ceil(math.log2(max(2.0, needed)))), _most(found, least)
-    more = (count for count in range(wanted, min(2 * wanted - 1, most) + 1) if _units(found) % count == 0)
-    even = 0 if _are_tiles(found, wanted) else next(more, 0)
-    return even or largest_count(found, least, wanted)
-
-
-def largest_count(found: Found, least: int, wanted: float = math.inf) -> int:
-    """In how many slices a run is executed at most, its products of at least so many rows.
-
-    Fewer slices of one size hold more of the run. Where a rest is left, what is sliced is copied without it, and half
-    of the sums of its gradients, in the mean while they are made, stand beside those of all others. Whole tiles of rows
-    may leave a rest; a split axis may not.
-    """
-    units, most = _units(found), int(min(wanted, _most(found, least)))
-    even = next((count for count in range(most, 0, -1) if units % count == 0), 0)
-    sums = sum(aval_bytes(v.aval) for v in found.axis.reads if is_inexact(v))
-    beside = sum(aval_bytes(v.aval) for v, _ in found.axis.cut) + sums // 2
-    if even in (0, most) or found.split.parts > 1:
-        return even
-    is_less = even > 1 and found.carried_bytes * (1 / even - 1 / most) <= beside
-    return even if is_less and not _are_tiles(found, most) else -(-units // -(-units // most))
-
-
-def _most(found: Found, least: int) -> int:
-    return min(found.rows // found.split.parts // least, _units(found))
-
-
-def _are_tiles(found: Found, count: int) -> bool:
-    """Whether so many slices are of whole tiles of rows, all but a rest, which a split axis may not have."""
-    return found.split.parts == 1 and -(-_units(found) // count) % TILE_ROWS == 0
-
-
-def _units(found: Found) -> int:
-    """How many units of its axis a device has."""
-    return found.axis.length // found.split.parts
 
 
 def batch_run(program: Program) -> Found | NotIndependent | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow_all
-from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent
+from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_origin import split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last

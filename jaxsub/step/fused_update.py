@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.emission.chunks import first, flat, joined
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_bodies import Axis, NotIndependent
+from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.step.flat_step import FlatStep, Values, run_twice

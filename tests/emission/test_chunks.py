@@ -15,7 +15,7 @@ import jaxsub
 from jaxsub.emission.chunks import makes_gradient, sliced
 from jaxsub.jaxpr import axis_rules, compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis_bodies import NotIndependent
+from jaxsub.jaxpr.axis import NotIndependent
 from jaxsub.jaxpr.flops import bodies_of, flops_of
 from jaxsub.jaxpr.trace import trace
 

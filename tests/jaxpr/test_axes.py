@@ -8,7 +8,7 @@ from jax import lax
 from random_chunks import along
 
 from jaxsub.jaxpr import axis_rules
-from jaxsub.jaxpr.axis_bodies import NotIndependent
+from jaxsub.jaxpr.axis import NotIndependent
 from jaxsub.jaxpr.axis_places import Place, Total
 
 RNG = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
 from jaxsub.search.slice_search import _least_gain, sliced_or_whole
-from jaxsub.search.slicing import ChunksError, candidates, everywhere
+from jaxsub.search.slicing import ChunksError, find_runs
 
 ROWS, WIDTH, CLASSES = 512, 32, 8192
 RNG = np.random.default_rng(0)
@@ -259,7 +259,7 @@ def test_batch_statistics_are_never_sliced():
     for loss, mixes in ((batch_norm, lambda n: n.scope == "norm" and n.primitive == "reduce_sum"), (contrast, bool)):
         program = trace(loss, (HIDDEN, X, Y), {})
         mixing = {n.index for n in program.graph.nodes if mixes(n)}
-        found = [run for runs in candidates(program, get_target(None), 2**16) for run in runs]
+        found = [run for runs in find_runs(program, get_target(None), 2**16).sets() for run in runs]
         assert [run for run in found if run.length == ROWS and mixing <= set(range(run.start, run.stop))] == []
 
 
@@ -311,7 +311,7 @@ def test_a_classifier_of_few_rows_does_not_decide_how_many_slices():
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: isinstance(s[0], int)
     )
     program = trace(loss, (tuple(params), x), {})
-    counts = {run.count for runs in candidates(program, get_target(None), 1) for run in runs if run.length == 64}
+    counts = {run.count for runs in find_runs(program, get_target(None), 1).sets() for run in runs if run.length == 64}
     assert max(counts) >= 8, counts
 
 
@@ -365,7 +365,7 @@ def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
     for rows, budget in ((8192, 0.6), (2**20, 0.3)):
         args = weights, jax.ShapeDtypeStruct((rows, 512), "bfloat16")
         program = trace(tanh_layers, args, {}, argnums=0)
-        (whole,) = next(runs for runs in candidates(program, get_target("h100"), 2**16) if runs[0].start == 0)
+        (whole,) = next(runs for runs in find_runs(program, get_target("h100"), 2**16).sets() if runs[0].start == 0)
         shares[rows] = whole.slowed_share / (whole.count - 1)
         plan = jaxsub.plan(tanh_layers, *args, budget=budget, target="h100", verify=False, progress=False)
         assert bool(plan.slices) == (rows > 8192)
@@ -412,7 +412,7 @@ def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
         prediction = Prediction(2**20, 0.4, 1.0, 0, "analytic")
         return Plan("f", at_most, len(given.eqns), prediction=prediction)
 
-    (runs, *_) = candidates(program, get_target("cpu"), 2**20)
+    (runs, *_) = find_runs(program, get_target("cpu"), 2**20).sets()
     assert min(run.extra_share for run in runs) > 0.4
     assert not sliced_or_whole(program, get_target("cpu"), Budget(2**20), "auto", whole).slices
     assert all(seen)
@@ -451,7 +451,7 @@ def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not
 def test_slices_are_of_one_size_where_the_axis_allows_it(rows, is_even):
     """What is left over would run beside the slices, with sums of gradients of its own."""
     program = trace(tanh_layers, ([jnp.ones((32, 32))] * 3, jnp.ones((rows, 32))), {}, argnums=0)
-    counts = {run.count for runs in candidates(program, get_target("cpu"), 1) for run in runs if run.start == 0}
+    counts = {run.count for runs in find_runs(program, get_target("cpu"), 1).sets() for run in runs if run.start == 0}
     assert max(counts) > 64
     assert (max(rows % count for count in counts) == 0) is is_even
 
@@ -459,7 +459,9 @@ def test_slices_are_of_one_size_where_the_axis_allows_it(rows, is_even):
 def test_slices_are_of_one_size_only_where_they_hold_less():
     """Of 134 rows two slices would hold twice what four do, of which the last is smaller, and hold no copies."""
     program = trace(classify, (HEAD, X[:134], Y[:134]), {}, argnums=0)
-    counts = {run.count for runs in candidates(program, get_target("cpu"), 1) for run in runs if run.label == "head"}
+    counts = {
+        run.count for runs in find_runs(program, get_target("cpu"), 1).sets() for run in runs if run.label == "head"
+    }
     assert 4 in counts
     assert 2 not in counts
 
@@ -508,8 +510,7 @@ def test_axes_are_followed_from_the_wide_value(monkeypatch):
     program = trace(loss, (HEAD["layers"][:1] * layers, X), {})
     follow = slicing.follow
     monkeypatch.setattr(slicing, "follow", lambda *args: tried.append(args[3:]) or follow(*args))
-    runs, _ = everywhere(program, 2**20, least=1)
-    assert runs
+    assert find_runs(program, get_target(None), 2**20).runs
     assert 0 < len(tried) < layers / 2
 
 
@@ -542,7 +543,9 @@ def test_a_recurrent_network_is_not_sliced_into_rows():
 
     args = jax.ShapeDtypeStruct((256, 768), jnp.float32), jax.ShapeDtypeStruct((128, 64, 256), jnp.float32)
     program, cpu = trace(recurrent, args, {}, argnums=0), get_target("cpu")
-    found, last = ({run for runs in candidates(program, cpu, 1, is_last) for run in runs} for is_last in (False, True))
+    found, last = (
+        {run for runs in find_runs(program, cpu, 1).sets(is_last) for run in runs} for is_last in (False, True)
+    )
     assert {run.count for run in found} == {2}
     assert not any(run.slowed_share for run in found)
     assert {run.count for run in last} == {64}
@@ -567,5 +570,5 @@ def test_a_gradient_that_does_not_scale_is_paid_for():
         (run,) = jaxsub.plan(loss, weights, x, chunks={0: 4}, verify=False, progress=False).slices
         assert run.extra_share == pytest.approx(share, abs=0.01)
         program = trace(loss, (weights, x), {}, argnums=0)
-        (found,) = next(runs for runs in candidates(program, get_target("cpu"), 2**16) if runs[0].start == 0)
+        (found,) = next(runs for runs in find_runs(program, get_target("cpu"), 2**16).sets() if runs[0].start == 0)
         assert found.extra_share == pytest.approx(share, abs=0.01)
