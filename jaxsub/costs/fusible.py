@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxsub.jaxpr import compat
@@ -95,6 +95,27 @@ def is_dear(eqn: Any) -> bool:
     """Tell whether an elementwise equation is too costly to be repeated for each element of something larger."""
     is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])
     return is_quotient or eqn.primitive.name in SLOW
+
+
+def is_made_of(atoms: Iterable[Any], value: Any, makers: Mapping[Any, Any], base: Callable[[Any], Any]) -> bool:
+    """Tell whether any of some operands but a value itself is made of it, as a mean over it is.
+
+    Args:
+        atoms: The operands.
+        value: The value.
+        makers: The equations that make variables.
+        base: The variable that an atom is a view of.
+    """
+    left, seen = [base(a) for a in atoms if compat.is_var(a)], {value}
+    while left:
+        if (v := left.pop()) in seen or (maker := makers.get(v)) is None:
+            continue
+        seen.add(v)
+        ins = [base(a) for a in maker.invars if compat.is_var(a)]
+        if value in ins:
+            return True
+        left += ins
+    return False
 
 
 def is_concatenation(eqn: Any) -> bool:

@@ -7,8 +7,8 @@ Reshapes, transposes and barriers are views; equal equations are merged.
 
 A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
 products are library calls, which fuse the elementwise work before a reduction only if nothing else reads it, and which
-read a broadcast operand beside a product as a whole array. A product that contracts several axes reads a transposed
-copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every concatenation.
+read a broadcast operand beside a product as a whole array. A product over several axes reads a transposed copy. It
+computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every concatenation.
 
 On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
 (`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
@@ -44,6 +44,7 @@ from jaxsub.costs.fusible import (
     is_copied,
     is_dear,
     is_fusible,
+    is_made_of,
     is_reduction,
     is_unary,
     is_view,
@@ -182,7 +183,10 @@ class Lives:
                 self._broadcasts.setdefault((self.base(w), shape), set()).add(position)
 
     def _absorb(self) -> None:
-        """Fuse into products the elementwise work that is their only reader: its result takes the product's memory."""
+        """Fuse into products the elementwise work that is their only reader: its result takes the product's memory.
+
+        Sums over a product may read it too, but not into that work: a product less its own mean is made after it.
+        """
         ends, fused = self.ends(), set[int]()
         for position in self._work:
             eqn = self.eqns[position]
@@ -191,10 +195,11 @@ class Lives:
             product = eqn.outvars[0]
             while eqn.outvars[0] not in ends:
                 made = eqn.outvars[0]
-                readers = self._readers.get(made, set())
-                works = [p for p in readers if not is_reduction(self.eqns[p])]
+                works = [p for p in self._readers.get(made, ()) if not is_reduction(self.eqns[p])]
                 eqn = self.eqns[works[0]] if len(works) == 1 else None
                 if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
+                    break
+                if is_made_of(eqn.invars, made, self._makers, self.base):
                     break
                 fused.add(works[0])
                 self._bases[eqn.outvars[0]] = product
@@ -391,11 +396,6 @@ class Lives:
         """Tell whether a product makes a value that only elementwise work reads."""
         is_product = v in self._makers and self._makers[v].primitive.name == "dot_general"
         return is_product and all(self._elementwise[p] for p in self._readers.get(v, ()))
-
-
-def is_part(buffer: Any) -> bool:
-    """Tell whether a buffer holds the parts of a split-K product."""
-    return isinstance(buffer, tuple) and buffer[1] == PARTS
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:

@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 from jaxsub.core.chain import Stage
 from jaxsub.core.graph import Graph
 from jaxsub.costs.fusible import VIEWS, written_over
-from jaxsub.costs.fusion import Lives, is_part
+from jaxsub.costs.fusion import Lives
 from jaxsub.costs.hoisted_constants import TOGETHER
 from jaxsub.costs.multi_output_fusion import joined
 from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_bytes, schedule
+from jaxsub.costs.split_k import is_part
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.partition.traced_run import TracedRun

@@ -58,6 +58,11 @@ class Product:
     out_bytes: int
 
 
+def is_part(buffer: Any) -> bool:
+    """Tell whether a buffer holds the parts of a split-K product."""
+    return isinstance(buffer, tuple) and buffer[1] == PARTS
+
+
 def product_of(eqn: Any) -> Product:
     """Read the sizes of a `dot_general`."""
     (summed, _), (batched, _) = eqn.params["dimension_numbers"]

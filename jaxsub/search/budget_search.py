@@ -59,7 +59,7 @@ EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
 """By name, what a plan must be predicted to spare to be worth a compile."""
 
 
-def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes: int, effort: Effort,
+def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: Effort,
         by_hand: Callable[[], Sequence[Plan]] = tuple, known_share: float = math.inf,
         seen: list[float] | None = None) -> Plan:  # fmt: skip
     """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
@@ -73,7 +73,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     if predicted_bytes(plain) <= TUNING.plain_near * budget_bytes or verifier.is_known(verifier.empty()):
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
-            return _finished(verifier, plain, plain, budget)
+            return _finished(verifier, plain, plain, budget_bytes)
     search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
     made = cache(by_hand)
     first = candidates.ranked(budget_bytes)[0]
@@ -91,16 +91,16 @@ def fit(verifier: Verifier, candidates: Candidates, budget: Budget, budget_bytes
     if plain.measurement is None and expected <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
-        return _finished(verifier, plain, plain, budget)
+        return _finished(verifier, plain, plain, budget_bytes)
     if search.best is None and search.least_seen is None:
         raise _nothing_less(known_share, budget_bytes)
     if search.best is None:
         raise _infeasible(verifier, search.least_seen, plain, budget_bytes)
-    return _finished(verifier, search.best, plain, budget)
+    return _finished(verifier, search.best, plain, budget_bytes)
 
 
-def _finished(verifier: Verifier, plan: Plan, plain: Plan, budget: Budget) -> Plan:
-    return finish(verifier.program, plan.replace(plain_measurement=plain.measurement), budget)
+def _finished(verifier: Verifier, plan: Plan, plain: Plan, budget_bytes: int) -> Plan:
+    return finish(verifier.program, plan.replace(plain_measurement=plain.measurement), Budget(budget_bytes))
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from typing import Any
 from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.errors import InfeasibleBudgetError, JaxsubError, UnsupportedError
+from jaxsub.core.figures import predicted_bytes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer, Prices
@@ -151,12 +152,14 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     began = time.monotonic()
     with Progress(settings.progress) as step:
         planning = Planning(settings, target, store, step)
-        if not may_be_sliced(program, settings):
-            plan = planning.whole(program, settings.budget, False)
+        budget = planning.in_bytes(program, settings.budget)
+        if not may_be_sliced(program, settings) or settings.budget.fraction == 1:
+            plan = planning.whole(program, budget, False)
         else:
-            plan = sliced_or_whole(program, target, settings.budget, settings.chunks, planning.whole)
+            plan = sliced_or_whole(program, target, budget, settings.chunks, planning.whole)
         if plan.slices and plan.plain_measurement is None:
             plan = planning.beside_plain(program, plan)
+        plan = plan.replace(budget=settings.budget)
     if settings.progress:
         tell(plan, time.monotonic() - began)
     return plan
@@ -203,6 +206,17 @@ class Planning:
             return Shares(shares.most)
         return shares if program is self.first else carried_shares(shares, self.first, program)
 
+    def in_bytes(self, program: Program, budget: Budget) -> Budget:
+        """A budget that is a fraction in bytes, of what the program is measured to need, or predicted to."""
+        if budget.fraction is None:
+            return budget
+        verifier, _, candidates = self.prepared(program)
+        if self.settings.verify is False:
+            found = predicted_bytes(get("plain")(verifier.pricer.chain(candidates.choices[0]), None))
+        else:
+            found = verifier.measure(verifier.empty()).temp_bytes
+        return Budget(max(1, int(found * budget.fraction)))
+
     def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone.
 
@@ -211,15 +225,16 @@ class Planning:
         settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
         verifier.compiles = 0
         overrides = settings.overrides
-        if budget == Budget():
+        n_bytes = budget.n_bytes
+        if n_bytes is None:
             plan = candidates.natural(verifying.usual_choices(program, candidates.choices, settings.planner))
             if settings.verify and not is_trusted:
                 plan = plan.replace(measurement=verifier.measure(plan), plain_measurement=verifier.plain().measurement)
             plan = verifying.finish(program, plan, budget)
         elif is_trusted or settings.verify is False:
-            plan = _trusted(candidates, budget)
+            plan = _trusted(candidates, n_bytes)
         else:
-            plan = self._fitted(verifier, candidates, budget, overrides, known_share)
+            plan = self._fitted(verifier, candidates, n_bytes, overrides, known_share)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
         if settings.bound and not is_trusted:
@@ -234,20 +249,17 @@ class Planning:
         plain = get("plain")(verifier.pricer.chain(candidates.choices[0]), None)
         return plan.replace(plain_prediction=plain.prediction)
 
-    def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, budget: Budget,
+    def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, n_bytes: int,
                 overrides: Mapping[str, int], known_share: float) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
         settings = self.settings
         effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
-        n_bytes = budget.n_bytes
-        if n_bytes is None:
-            n_bytes = int(verifier.measure(verifier.empty()).temp_bytes * (budget.fraction or 1.0))
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
         by_hand = partial(plans_by_hand, verifier.pricer.sized, self.target.gpu) if is_open else tuple
-        plan = fit(verifier, candidates, budget, n_bytes, effort, by_hand, known_share, self.errors)
-        if overrides and not _fits(_with_overrides(verifier, plan, overrides, budget), n_bytes):
+        plan = fit(verifier, candidates, n_bytes, effort, by_hand, known_share, self.errors)
+        if overrides and not _fits(_with_overrides(verifier, plan, overrides, Budget(n_bytes)), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
-            plan = fit(verifier, candidates, budget, less_bytes, effort)
+            plan = fit(verifier, candidates, less_bytes, effort)
         return plan
 
 
@@ -310,7 +322,7 @@ def once(program: Program, planner: Planner) -> Planner:
     return planner if not pinned else lambda chain, budget_bytes: keep_out(planner(chain, budget_bytes), pinned)
 
 
-def _trusted(candidates: Candidates, budget: Budget) -> Plan:
+def _trusted(candidates: Candidates, n_bytes: int) -> Plan:
     """Plan by prediction alone.
 
     Raises:
@@ -318,12 +330,8 @@ def _trusted(candidates: Candidates, budget: Budget) -> Plan:
     """
     pricer = candidates.pricer
     plain = get("plain")(pricer.chain(candidates.choices[0]), None)
-    n_bytes = budget.n_bytes
-    if n_bytes is None:
-        n_bytes = max(1, int((budget.fraction or 1.0) * plain.prediction.temp_bytes)) if plain.prediction else 1
-    if plain.prediction is not None and plain.prediction.temp_bytes <= n_bytes:
-        return verifying.finish(pricer.program, plain, budget)
-    return verifying.finish(pricer.program, candidates.predicted_to_fit(n_bytes), budget)
+    plan = plain if predicted_bytes(plain) <= n_bytes else candidates.predicted_to_fit(n_bytes)
+    return verifying.finish(pricer.program, plan, Budget(n_bytes))
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:

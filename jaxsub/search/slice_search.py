@@ -143,13 +143,11 @@ class _Search:
 
     @property
     def n_bytes(self) -> int:
-        """The budget in bytes."""
+        """The budget; without one half of what the program needs, for slices that were asked for."""
         if self.budget.n_bytes is not None:
             return self.budget.n_bytes
-        if self.refusals:
-            return self.refusals[0][0].requested_bytes
         plain = self.plans[0].plain_measurement or self.plans[0].plain_prediction if self.plans else None
-        return max(1, int((self.budget.fraction or 1 / 2) * plain.temp_bytes)) if plain is not None else 1
+        return max(1, plain.temp_bytes // 2) if plain is not None else 1
 
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
@@ -179,9 +177,6 @@ class _Search:
         if self.plans:
             return self._least_cost() > TUNING.little_recompute and not self._is_far()
         return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
-
-    def _bounded(self) -> Budget:
-        return self.budget if self.budget == Budget() else Budget(self.n_bytes)
 
     def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
@@ -307,9 +302,9 @@ class _Search:
 
     def _try(self, runs: Runs, known_share: float = math.inf) -> bool:
         """Plan with the compiler; only what recomputes less than `known_share`, unless slices were asked for."""
-        budget, most = self._bounded() if runs else self.budget, math.inf if self.is_asked else known_share
+        most = math.inf if self.is_asked else known_share
         try:
-            self.plans.append(in_slices(self.program, runs, budget, self.whole, False, most))
+            self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, most))
         except InfeasibleBudgetError as refused:
             self.refusals.append((refused, runs))
             return False

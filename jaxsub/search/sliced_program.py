@@ -58,7 +58,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         return whole(program, budget, is_trusted, known_share)
     if n_bytes is None or not is_whole_function(program, runs):
         known_share -= fixed_cost(runs)
-        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share), budget)
+        return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share))
     refusals: list[InfeasibleBudgetError] = []
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass
     for _ in range(TUNING.slice_corrections):
@@ -68,7 +68,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         if not (is_trusted or is_far):
             found = _plan_or_refusal(whole, folded, budget, False)
         if isinstance(found, Plan):
-            return _unfolded(program, runs, found, budget)
+            return unfolded(program, runs, found)
         if is_trusted or not is_far:
             refusals.append(found)
         one = program_of_slice(program, runs[0])
@@ -82,7 +82,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         runs = (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
         needed = needed_bytes(inside)
     if not refusals:
-        return _unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted), budget)
+        return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted))
     raise min(refusals, key=lambda refused: refused.least_bytes)
 
 
@@ -91,12 +91,6 @@ def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted:
         return whole(program, budget, is_trusted)
     except InfeasibleBudgetError as refused:
         return refused
-
-
-def _unfolded(program: Program, runs: Runs, plan: Plan, budget: Budget) -> Plan:
-    """The plan of the program, with what it needs as it is where that is not the program with slices."""
-    plain = plan.plain_measurement if budget.fraction is not None else None
-    return unfolded(program, runs, plan).replace(plain_measurement=plain)
 
 
 def fixed_cost(runs: Runs) -> float:

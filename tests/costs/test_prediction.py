@@ -296,6 +296,24 @@ def test_what_a_stage_keeps_is_no_cotangent(target):
     assert chain.stages[1].keep_bytes == pytest.approx({"cpu": 2, "h100": 1}[target] * 1024 * 256 * 4, rel=0.01)
 
 
+@pytest.mark.parametrize("shape", [(1024, 128), (4, 3000, 64)])
+def test_a_product_less_its_own_mean_is_an_array_of_its_own(shape, store):
+    """A layer norm behind a product keeps both, whether the product is summed in its own kernel or not."""
+
+    def normalised(x):
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(normalised(x @ w)) @ w
+        return jnp.mean(x**2)
+
+    ws = [jax.ShapeDtypeStruct((shape[-1],) * 2, jnp.float32)] * 5
+    program = trace(loss, (ws, jax.ShapeDtypeStruct(shape, jnp.float32)), {}, argnums=0)
+    assert abs(over(program, store)) < 0.12
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 

@@ -84,9 +84,7 @@ def fitted(n_bytes, *ways, cuts=None, effort=None, seen=None, known_share=math.i
     choices = cuts or [(k, 99) for k in range(len(ways))]
     candidates = Candidates(table.pricer, table, choices)
     try:
-        found = fit(
-            table, candidates, Budget(), int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen
-        )
+        found = fit(table, candidates, int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen)
     except InfeasibleBudgetError as refused:
         return refused.least_bytes / BUDGET, None, table.compiles
     return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
@@ -243,7 +241,7 @@ def test_plans_by_hand_come_first_where_they_are_predicted_to_be_better(by_hand,
     """Then the planner's is compiled only if it spares enough beside them."""
     table = Table(((0.9, 0.95, 0.6),), (by_hand,))
     candidates = Candidates(table.pricer, table, [(0, 99)])
-    found = fit(table, candidates, Budget(), BUDGET, Effort(), lambda: [table(table.chain((1, 99)), 2 * BUDGET)])
+    found = fit(table, candidates, BUDGET, Effort(), lambda: [table(table.chain((1, 99)), 2 * BUDGET)])
     assert (found.prediction.extra_flops, table.compiles) == wanted
 
 
@@ -252,7 +250,7 @@ def test_plans_by_hand_that_may_fit_are_tried_beside_one_that_does(platform, wan
     """Predicted a tenth too large; predictions of plans by hand err by as much on a CPU, and seldom for a GPU."""
     table = Table(((0.9, 0.95, 0.6),), ((1.1, 1.0, 0.5),), platform=platform)
     candidates = Candidates(table.pricer, table, [(0, 99)])
-    found = fit(table, candidates, Budget(), BUDGET, Effort(), lambda: [table(table.chain((1, 99)), 2 * BUDGET)])
+    found = fit(table, candidates, BUDGET, Effort(), lambda: [table(table.chain((1, 99)), 2 * BUDGET)])
     assert (found.prediction.extra_flops, table.compiles) == wanted
 
 
@@ -268,7 +266,7 @@ def test_where_predictions_are_far_too_high_the_function_as_it_is_is_looked_at()
     rows = ((2.8, 1.01, 0.5),)
     assert fitted(0.9, rows, plain_needs=1.0)[1:] == (None, 2)
     table = Table(rows, plain_needs=1.0)
-    found = fit(table, Candidates(table.pricer, table, [(0, 99)]), Budget(), BUDGET, Effort())
+    found = fit(table, Candidates(table.pricer, table, [(0, 99)]), BUDGET, Effort())
     assert (found.segments, found.measurement.temp_bytes) == ((), BUDGET)
 
 
