@@ -210,6 +210,22 @@ def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Itera
     return ordered
 
 
+def erfc_reads_exp(eqns: Sequence[Any]) -> Sequence[Any]:
+    """Let each `erfc(x)` read the `exp(-x²)` that its derivative reads: the compiler makes it of the same.
+
+    Args:
+        eqns: The equations, in order. JAX's rule puts the derivative right behind.
+    """
+    found = list(eqns)
+    for i, (eqn, *behind) in enumerate(zip(eqns, eqns[1:], eqns[2:], eqns[3:], strict=False)):
+        if eqn.primitive.name != "erfc" or behind[-1].primitive.name != "exp":
+            continue
+        read = [a for a, *_ in (e.invars for e in behind)]
+        if read == [eqn.invars[0], *(e.outvars[0] for e in behind[:-1])]:
+            found[i : i + 4] = *behind, eqn.replace(invars=[*eqn.invars, behind[-1].outvars[0]])
+    return found
+
+
 BARRIER = "barrier"
 """With its first result, the key of what readers of a barrier wait for."""
 

@@ -14,13 +14,12 @@ On a GPU a product fuses unary work on its operands, unless that narrows them. T
 (`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
 array and look-ups of few of its elements are fused into their readers.
 
-A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored. What is
-added to the result of a scatter-add is added before.
+A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored, and what
+is added to the result of a scatter-add is added before.
 
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
 `xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
-`xla/backends/gpu/transforms/gemm_fusion.cc`, `xla/service/gpu/triton_tiling_propagation.cc`; and programs that it
-compiled.
+`xla/backends/gpu/transforms/gemm_fusion.cc`, `xla/service/gpu/triton_tiling_propagation.cc`, and compiled programs.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from jaxsub.costs.fusible import (
     broadcast_operands,
     carried_by,
     equation_key,
+    erfc_reads_exp,
     flattened,
     is_barrier,
     is_concatenation,
@@ -115,7 +115,7 @@ class Lives:
     def __post_init__(self) -> None:
         self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
         self.eqns = scattered_last(self.eqns, self.alias, filter(compat.is_var, self.outputs))
-        self.eqns, places = widened(self.eqns) if self.is_cpu else (self.eqns, range(len(self.eqns)))
+        self.eqns, places = widened(erfc_reads_exp(self.eqns)) if self.is_cpu else (self.eqns, range(len(self.eqns)))
         self._merge()
         if self.is_cpu:
             self._absorb()

@@ -314,6 +314,19 @@ def test_a_product_less_its_own_mean_is_an_array_of_its_own(shape, store):
     assert abs(over(program, store)) < 0.12
 
 
+def test_an_exact_gelu_keeps_the_exponential_that_both_passes_read(store):
+    """Of `erfc(x)` and its derivative XLA makes `exp(-x²)` once: it is kept beside the product, its GELU and `erfc`."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jax.nn.gelu(x @ w, approximate=False) @ w.T
+        return jnp.mean(x**2)
+
+    ws = [jax.ShapeDtypeStruct((128, 512), jnp.float32)] * 5
+    program = trace(loss, (ws, jax.ShapeDtypeStruct((1024, 128), jnp.float32)), {}, argnums=0)
+    assert abs(over(program, store)) < 0.08
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 
