@@ -85,6 +85,16 @@ PROGRAMS = {
 }
 
 
+def test_a_fraction_is_planned_as_its_bytes():
+    """The same plan, which names the fraction and what the program needs without it."""
+    args = HEAD, X, Y
+    n_bytes = jaxsub.measure(classify, *args).temp_bytes // 4
+    shared, exact = (jaxsub.plan(classify, *args, budget=b, cache=False, progress=False) for b in (0.25, n_bytes))
+    assert shared.slices == exact.slices
+    assert shared.segments == exact.segments
+    assert (str(shared.budget), shared.plain_measurement.temp_bytes // 4) == ("25% of plain", n_bytes)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_quarter_of_full_recomputation_is_met(name):
     """A quarter of what full recomputation needs is met, with the plain gradients to rounding."""
