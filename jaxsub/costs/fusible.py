@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxsub.jaxpr import compat
@@ -97,24 +97,22 @@ def is_dear(eqn: Any) -> bool:
     return is_quotient or eqn.primitive.name in SLOW
 
 
-def is_made_of(atoms: Iterable[Any], value: Any, makers: Mapping[Any, Any], base: Callable[[Any], Any]) -> bool:
-    """Tell whether any of some operands but a value itself is made of it, as a mean over it is.
+def leads_to(eqns: Sequence[Any], readers: Mapping[Any, Collection[int]], starts: Iterable[int], end: int) -> bool:
+    """Tell whether an equation reads what some before it make, by way of others perhaps.
 
     Args:
-        atoms: The operands.
-        value: The value.
-        makers: The equations that make variables.
-        base: The variable that an atom is a view of.
+        eqns: The equations.
+        readers: The numbers of those that read each variable.
+        starts: The numbers of the first.
+        end: The number of the equation.
     """
-    left, seen = [base(a) for a in atoms if compat.is_var(a)], {value}
+    left, seen = list(starts), set[int]()
     while left:
-        if (v := left.pop()) in seen or (maker := makers.get(v)) is None:
-            continue
-        seen.add(v)
-        ins = [base(a) for a in maker.invars if compat.is_var(a)]
-        if value in ins:
+        if (at := left.pop()) == end:
             return True
-        left += ins
+        if at < end and at not in seen:
+            seen.add(at)
+            left += [reader for v in eqns[at].outvars for reader in readers.get(v, ())]
     return False
 
 
@@ -217,12 +215,12 @@ def erfc_reads_exp(eqns: Sequence[Any]) -> Sequence[Any]:
         eqns: The equations, in order. JAX's rule puts the derivative right behind.
     """
     found = list(eqns)
-    for i, (eqn, *behind) in enumerate(zip(eqns, eqns[1:], eqns[2:], eqns[3:], strict=False)):
-        if eqn.primitive.name != "erfc" or behind[-1].primitive.name != "exp":
+    for i, (eqn, square, minus, exp) in enumerate(zip(eqns, eqns[1:], eqns[2:], eqns[3:], strict=False)):
+        if (eqn.primitive.name, minus.primitive.name, exp.primitive.name) != ("erfc", "neg", "exp"):
             continue
-        read = [a for a, *_ in (e.invars for e in behind)]
-        if read == [eqn.invars[0], *(e.outvars[0] for e in behind[:-1])]:
-            found[i : i + 4] = *behind, eqn.replace(invars=[*eqn.invars, behind[-1].outvars[0]])
+        is_square = square.primitive.name in ("square", "integer_pow") and square.params.get("y", 2) == 2
+        if is_square and square.invars == eqn.invars and minus.invars == square.outvars and exp.invars == minus.outvars:
+            found[i : i + 4] = square, minus, exp, eqn.replace(invars=[*eqn.invars, *exp.outvars])
     return found
 
 

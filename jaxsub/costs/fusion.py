@@ -44,10 +44,10 @@ from jaxsub.costs.fusible import (
     is_copied,
     is_dear,
     is_fusible,
-    is_made_of,
     is_reduction,
     is_unary,
     is_view,
+    leads_to,
     literal_key,
     masked_bytes,
     scattered_last,
@@ -183,10 +183,7 @@ class Lives:
                 self._broadcasts.setdefault((self.base(w), shape), set()).add(position)
 
     def _absorb(self) -> None:
-        """Fuse into products the elementwise work that is their only reader: its result takes the product's memory.
-
-        Sums over a product may read it too, but not into that work: a product less its own mean is made after it.
-        """
+        """Fuse into products the elementwise work that is their only reader but for sums: it takes their memory."""
         ends, fused = self.ends(), set[int]()
         for position in self._work:
             eqn = self.eqns[position]
@@ -195,11 +192,12 @@ class Lives:
             product = eqn.outvars[0]
             while eqn.outvars[0] not in ends:
                 made = eqn.outvars[0]
-                works = [p for p in self._readers.get(made, ()) if not is_reduction(self.eqns[p])]
+                sums = {p for p in self._readers.get(made, ()) if is_reduction(self.eqns[p])}
+                works = [p for p in self._readers.get(made, ()) if p not in sums]
                 eqn = self.eqns[works[0]] if len(works) == 1 else None
                 if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
                     break
-                if is_made_of(eqn.invars, made, self._makers, self.base):
+                if leads_to(self.eqns, self._readers, sums, works[0]):  # less its own mean: that is made after it
                     break
                 fused.add(works[0])
                 self._bases[eqn.outvars[0]] = product
