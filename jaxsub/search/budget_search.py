@@ -228,9 +228,9 @@ class _Search:
         known = [plan for plan in every if self.verifier.is_known(plan)]
         plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
         tries, known, worst, far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, list[int]()
-        for _ in range(tries):
-            if plan is None:
-                return
+        is_near = False
+        while plan is not None and tries + is_near > 0:  # one more after a near miss
+            tries -= 1
             left = [p for p in left if p is not plan]
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
@@ -238,6 +238,7 @@ class _Search:
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
+            is_near = tries == 0 and self.budget_bytes < _needed(plan) <= (1 + TUNING.median_error) * self.budget_bytes
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
                 far.append(predicted_bytes(plan))
                 most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5 ** len(far))))
