@@ -153,7 +153,8 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     with Progress(settings.progress) as step:
         planning = Planning(settings, target, store, step)
         budget = planning.in_bytes(program, settings.budget)
-        if not may_be_sliced(program, settings) or settings.budget.fraction == 1:
+        fits_as_it_is = settings.budget.fraction == 1 and settings.chunks == "auto"
+        if fits_as_it_is or not may_be_sliced(program, settings):
             plan = planning.whole(program, budget, False)
         else:
             plan = sliced_or_whole(program, target, budget, settings.chunks, planning.whole)

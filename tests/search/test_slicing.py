@@ -95,6 +95,14 @@ def test_a_fraction_is_planned_as_its_bytes():
     assert (str(shared.budget), shared.plain_measurement.temp_bytes // 4) == ("25% of plain", n_bytes)
 
 
+@pytest.mark.parametrize("chunks", [True, {0: 4}], ids=["asked", "named"])
+def test_slices_that_are_asked_for_are_made_in_all_of_the_memory_too(chunks):
+    """A budget of what the program needs anyway does not make a user's `chunks=` void."""
+    asked = dict(chunks=chunks, cache=False, progress=False)
+    assert jaxsub.plan(classify, HEAD, X, Y, budget=1.0, **asked).slices
+    assert not jaxsub.plan(classify, HEAD, X, Y, budget=1.0, cache=False, progress=False).slices
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_quarter_of_full_recomputation_is_met(name):
     """A quarter of what full recomputation needs is met, with the plain gradients to rounding."""
