@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Run
-from jaxsub.core.graph import Graph, Value
+from jaxsub.core.graph import Graph, Node, Value
 
 SLICED = frozenset(("gather", "dynamic_slice", "slice"))
 """Primitives whose gradients are added into zeros."""
@@ -88,9 +88,7 @@ def _pieces(chain: Chain, runs: Sequence[Run]) -> Iterator[Piece]:
 
 def gradient_sizes(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
     """List the bytes of gradients that a run's backward pass writes first: of weights that no later product reads."""
-    costly = (node for node in graph.nodes[start:stop] if node.is_costly)
-    weights = (_weight(graph, v, node.index) for node in costly for v in {*node.inputs})
-    return tuple(w.n_bytes for w in weights if w is not None)
+    return tuple(weight.n_bytes for node, _, weight in _last_reads(graph, start, stop) if node.is_costly)
 
 
 def loop_gradient_sizes(graph: Graph, start: int) -> tuple[int, ...]:
@@ -99,9 +97,7 @@ def loop_gradient_sizes(graph: Graph, start: int) -> tuple[int, ...]:
     A loop writes all of them as it runs backward. What is dead by then may lie in them, such as the logits behind a
     scan over layers, whose weights are stacked.
     """
-    loops = (node for node in graph.nodes[:start] if node.primitive == "scan")
-    weights = (_weight(graph, v, node.index) for node in loops for v in sorted({*node.inputs}))
-    return tuple(sorted(w.n_bytes for w in weights if w is not None))
+    return tuple(sorted(w.n_bytes for node, _, w in _last_reads(graph, 0, start) if node.primitive == "scan"))
 
 
 def late_gradients(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -110,12 +106,18 @@ def late_gradients(graph: Graph) -> Iterator[tuple[int, int]]:
     That of a weight which a gather or a slice reads itself is filled with zeros first, early; of one that is cast
     before, the cast back writes it.
     """
-    for node in graph.nodes:
-        if graph.weights().isdisjoint(node.outputs):
-            for v in sorted({*node.inputs}):
-                found = _weight(graph, v, node.index)
-                if found is not None and not (found.index == v and node.primitive in SLICED):
-                    yield node.index, found.n_bytes
+    for node, read, weight in _last_reads(graph, 0, len(graph.nodes)):
+        is_cast = not graph.weights().isdisjoint(node.outputs)
+        if not is_cast and not (read == weight.index and node.primitive in SLICED):
+            yield node.index, weight.n_bytes
+
+
+def _last_reads(graph: Graph, start: int, stop: int) -> Iterator[tuple[Node, int, Value]]:
+    """Yield the nodes of a run that are the last to read a weight, with the value that they read and the weight."""
+    for node in graph.nodes[start:stop]:
+        for v in sorted({*node.inputs}):
+            if (weight := _weight(graph, v, node.index)) is not None:
+                yield node, v, weight
 
 
 def _weight(graph: Graph, value: int, reader: int) -> Value | None:

@@ -209,11 +209,13 @@ def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Itera
 
 
 def erfc_reads_exp(eqns: Sequence[Any]) -> Sequence[Any]:
-    """Let each `erfc(x)` read the `exp(-x²)` that its derivative reads: the compiler makes it of the same.
+    """Let each `erfc(x)` read the `exp(-x²)` of its derivative: the compiler computes it from the same exponential.
 
     Args:
         eqns: The equations, in order. JAX's rule puts the derivative right behind.
     """
+    if not any(eqn.primitive.name == "erfc" for eqn in eqns):
+        return eqns
     found = list(eqns)
     for i, (eqn, square, minus, exp) in enumerate(zip(eqns, eqns[1:], eqns[2:], eqns[3:], strict=False)):
         if (eqn.primitive.name, minus.primitive.name, exp.primitive.name) != ("erfc", "neg", "exp"):

@@ -171,10 +171,8 @@ def kept_sizes(traced: TracedRun, most_bytes: float = math.inf, *, gpu: Target |
 
 
 def _kept(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
-    """Leave out results, inputs, and zeros to which a gradient is added: these lie where the gradient is returned."""
-    left_out = {*traced.inputs, *_bases(traced, filter(compat.is_var, traced.returned))}
-    left_out |= _written(traced, _unwrapped(traced, gpu))[1]
-    return {v: n for v, n in _residuals(traced, gpu).items() if v not in left_out}
+    returned = _bases(traced, filter(compat.is_var, traced.returned))
+    return {v: n for v, n in _residuals(traced, gpu).items() if v not in returned and v not in traced.inputs}
 
 
 def _bases(traced: TracedRun, values: Iterable[Any]) -> set[Any]:
@@ -262,6 +260,7 @@ def _residuals(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
     """Predict the bytes of each buffer that is live between the passes of an unwrapped run, inputs included.
 
     A CPU runs everything that does not depend on cotangents before these are made; a GPU runs it when it is needed.
+    Zeros to which a gradient is added lie where that is returned, and do not count.
     """
     lives = _unwrapped(traced, gpu)
     waiting, found = set(traced.cotangents), set[Any]()
@@ -277,6 +276,7 @@ def _residuals(traced: TracedRun, gpu: Target | None) -> dict[Any, int]:
             found |= kernel.reads
         else:
             sizes.update(zip(kernel.makes, kernel.n_bytes, strict=True))
+    found -= _written(traced, lives)[1] - set(traced.inputs)
     return {b: sizes[b] for b in sizes if b in found}
 
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
@@ -28,7 +29,6 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
-from jaxsub.planners import get
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition
@@ -69,7 +69,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
     too low for other programs of the same function; this search adds its own. `InfeasibleBudgetError` if no plan fits.
     """
     began = time.monotonic()
-    plain = get("plain")(candidates.pricer.chain(candidates.choices[0]), None)
+    plain = candidates.plain()
     if predicted_bytes(plain) <= TUNING.plain_near * budget_bytes or verifier.is_known(verifier.empty()):
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
@@ -215,7 +215,8 @@ class _Search:
         already: then that is half as likely to fit, a quarter after two, for XLA may order one program otherwise than
         the next. Predictions below it are corrected by half of its error, by three quarters after two such plans, and
         so on: buffers of gradients may host what two values save and not what three do. Plans by hand that were
-        measured before count too.
+        measured before count too. Where the last one misses the budget by no more than predictions err, one more is
+        compiled.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
@@ -229,8 +230,9 @@ class _Search:
         plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
         tries, known, worst, far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, list[int]()
         is_near = False
-        while plan is not None and tries + is_near > 0:  # one more after a near miss
-            tries -= 1
+        for number in count(1):
+            if plan is None or number > tries + is_near:  # one more after a near miss
+                return
             left = [p for p in left if p is not plan]
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
@@ -238,7 +240,7 @@ class _Search:
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
-            is_near = tries == 0 and self.budget_bytes < _needed(plan) <= (1 + TUNING.median_error) * self.budget_bytes
+            is_near = 1.0 < _needed(plan) / self.budget_bytes <= 1 + TUNING.median_error
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
                 far.append(predicted_bytes(plan))
                 most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5 ** len(far))))

@@ -16,7 +16,7 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
-from jaxsub.planners import Planner
+from jaxsub.planners import Planner, get
 
 Partition = tuple[int, ...]
 """The first node of each stage, and the number of nodes last."""
@@ -38,6 +38,10 @@ class Candidates:
             return self.planner(chain, asked)
         except InfeasibleBudgetError as error:
             return self.planner(chain, int(error.least_bytes * (1 + slack)))
+
+    def plain(self) -> Plan:
+        """The plan of recomputing nothing, with what it is predicted to need."""
+        return get("plain")(self.pricer.chain(self.choices[0]), None)
 
     def roomier(self, cuts: Partition, budget_bytes: float, slack: float = 0.0) -> Plan:
         """The plan that needs least, among those that recompute hardly more than the planner's own for a budget.

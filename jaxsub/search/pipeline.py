@@ -213,7 +213,7 @@ class Planning:
             return budget
         verifier, _, candidates = self.prepared(program)
         if self.settings.verify is False:
-            found = predicted_bytes(get("plain")(verifier.pricer.chain(candidates.choices[0]), None))
+            found = predicted_bytes(candidates.plain())
         else:
             found = verifier.measure(verifier.empty()).temp_bytes
         return Budget(max(1, int(found * budget.fraction)))
@@ -247,8 +247,7 @@ class Planning:
         verifier, _, candidates = self.prepared(program)
         if verifier.is_known(verifier.empty()):
             return plan.replace(plain_measurement=verifier.plain().measurement)
-        plain = get("plain")(verifier.pricer.chain(candidates.choices[0]), None)
-        return plan.replace(plain_prediction=plain.prediction)
+        return plan.replace(plain_prediction=candidates.plain().prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, n_bytes: int,
                 overrides: Mapping[str, int], known_share: float) -> Plan:  # fmt: skip
@@ -329,10 +328,9 @@ def _trusted(candidates: Candidates, n_bytes: int) -> Plan:
     Raises:
         InfeasibleBudgetError: If no plan is predicted to fit.
     """
-    pricer = candidates.pricer
-    plain = get("plain")(pricer.chain(candidates.choices[0]), None)
+    plain = candidates.plain()
     plan = plain if predicted_bytes(plain) <= n_bytes else candidates.predicted_to_fit(n_bytes)
-    return verifying.finish(pricer.program, plan, Budget(n_bytes))
+    return verifying.finish(candidates.pricer.program, plan, Budget(n_bytes))
 
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:

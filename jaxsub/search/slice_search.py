@@ -48,7 +48,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     if not search.plans:
         raise search.refusal()
     is_asked = chunks is True
-    best = min(
+    return min(
         search.plans,
         key=lambda plan: (
             round(recomputed_share(plan) if is_asked else cost_of(plan), 3),
@@ -56,7 +56,6 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
             needed_bytes(plan),
         ),
     )
-    return search.beside_plain(best)
 
 
 def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole) -> Plan | None:
@@ -320,13 +319,6 @@ class _Search:
                     continue
             return refused
         return self.refusals[0][0]
-
-    def beside_plain(self, plan: Plan) -> Plan:
-        """The plan with the user's budget, and what the program needs without a plan and without slices."""
-        if not plan.slices:
-            return plan
-        known = next((p for p in self.plans if not p.slices), None)
-        return plan.replace(budget=self.budget, plain_measurement=known.plain_measurement if known else None)
 
 
 def _least_gain(runs: Runs) -> float:

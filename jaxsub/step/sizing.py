@@ -92,7 +92,7 @@ class Ladder:
     def top_bytes(self) -> int:
         """What the function's own plan is predicted to need."""
         with self.site.axes():
-            own = self.site.own.prediction or get("plain")(self.pricer.chain(self.cuts[0]), None).prediction
+            own = self.site.own.prediction or self.candidates.plain().prediction
         return own.temp_bytes if own is not None else 0
 
     def at(self, n_bytes: float) -> Plan:

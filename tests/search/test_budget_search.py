@@ -73,7 +73,7 @@ def by_tables(monkeypatch):
     """The plain program is predicted to need 3 budgets; a refusal says nothing but the least that it names."""
     monkeypatch.setattr(budget_search, "finish", lambda program, plan, budget: plan)
     plain = Plan("f", Budget(), 99, prediction=Prediction(3 * BUDGET, 0.0, 1.0, 0, "by hand"))
-    monkeypatch.setattr(budget_search, "get", lambda name: lambda chain, n_bytes: plain)
+    monkeypatch.setattr(Candidates, "plain", lambda self: plain)
     monkeypatch.setattr(budget_search, "_infeasible", lambda verifier, least, plain, n: InfeasibleBudgetError(
         "", requested_bytes=n, least_bytes=least.measurement.temp_bytes))  # fmt: skip
 

@@ -219,6 +219,13 @@ def test_one_that_needs_far_more_than_predicted_does_not_speak_for_the_others():
     assert 2 not in tried(100, [200, 140, 95, 140, 140], said=said)[0]
 
 
+@pytest.mark.parametrize(("fourth", "wanted"), [(103.2, [0, 3, 1, 2]), (102.9, [0, 3, 1, 2, 4])])
+def test_a_near_miss_is_worth_one_more(fourth, wanted):
+    """Where the last of four misses by no more than predictions err, a fifth is compiled, and no sixth."""
+    needs, said = [104, 103.6, fourth, 104, 101, 90], [100.2, 100.1, 100, 99.9, 99.8, 99.7]
+    assert tried(100, needs, 8, said=said) == (wanted, 8)
+
+
 def test_a_head_that_holds_the_peak_may_fuse():
     """Up to half of what the least is predicted to need may not be materialised: then it is tried, and says what is."""
     assert tried(9, [50, 38, 30, 20, 14, 10]) == ([], None)
