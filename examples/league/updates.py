@@ -87,7 +87,7 @@ def step_of(size: Size, n_devices: int) -> Callable[..., Any]:
     n_slices = max(2, size.batch * size.length // HEAD_ROWS // n_devices)
     loss = loss_of(size, n_slices if n_devices > 1 else 1)
     if n_devices == 1:
-        loss = jaxsub.sublinear(loss, budget=1.0, chunks={"head": n_slices}, verify=False, progress=False)
+        loss = jaxsub.sublinear(loss, planner="plain", chunks={"head": n_slices}, verify=False, progress=False)
 
     def step(weights: Weights, state: Any, tokens: jax.Array) -> tuple[Weights, Any, jax.Array]:
         value, gradient = jax.value_and_grad(loss)(weights, tokens)
