@@ -6,9 +6,10 @@ is an output. Every other value is *virtual*: its readers read the stored values
 Reshapes, transposes and barriers are views; equal equations are merged.
 
 A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
-products are library calls, which fuse the elementwise work before a reduction only if nothing else reads it, and which
-read a broadcast operand beside a product as a whole array. A product over several axes reads a transposed copy. It
-computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every concatenation.
+products are library calls (`jaxsub.costs.library_calls`), which fuse the elementwise work before a reduction only if
+nothing else reads it, and which read what is broadcast outside of them too as a whole array. A product over several
+axes reads a transposed copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every
+concatenation.
 
 On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
 (`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
@@ -55,6 +56,7 @@ from jaxsub.costs.fusible import (
     threefry_bytes,
     written_over,
 )
+from jaxsub.costs.library_calls import LEAST_ELEMENTS, library_calls
 from jaxsub.costs.narrow_floats import is_slow, widened
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
 from jaxsub.costs.split_k import PARTS, kernels_in_parts, n_parts
@@ -63,9 +65,6 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import array_bytes
-
-LARGE = 2**20
-"""Elements from which a CPU's library fuses products with sums of them: by trial, between 0.8 and 1.2 million."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +104,13 @@ class Lives:
     _flat: set[Any] = field(init=False, default_factory=set)
     _direct: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
     _broadcasts: dict[Any, set[int]] = field(init=False, default_factory=dict)
-    _makers: dict[Any, Any] = field(init=False, default_factory=dict)
+    _made_at: dict[Any, int] = field(init=False, default_factory=dict)
     _elementwise: dict[int, bool] = field(init=False, default_factory=dict)
     _parts: dict[Any, int] = field(init=False, default_factory=dict)
     _behind: dict[Any, frozenset[Any]] = field(init=False, default_factory=dict)
     _barriers: list[int] = field(init=False, default_factory=list)
     _work: list[int] = field(init=False, default_factory=list)
+    _calls: dict[int, set[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
@@ -119,6 +119,7 @@ class Lives:
         self._merge()
         if self.is_cpu:
             self._absorb()
+            self._calls = library_calls(self.eqns, self._work, self._made_at, self._readers, self.ends(), self.base)
         self._store()
         self._fuse()
         for kernel in self.kernels:
@@ -173,7 +174,7 @@ class Lives:
                     continue
                 seen[key] = eqn.outvars
             self._work.append(position)
-            self._makers.update((v, eqn) for v in eqn.outvars)
+            self._made_at.update((v, position) for v in eqn.outvars)
             self._flat.update(flattened(eqn, [v for a, v in zip(eqn.invars, ins, strict=True) if compat.is_var(a)]))
             if self.gpu is not None and (parts := n_parts(eqn, self.gpu)) > 1:
                 self._parts[eqn.outvars[0]] = parts
@@ -197,7 +198,8 @@ class Lives:
                 eqn = self.eqns[works[0]] if len(works) == 1 else None
                 if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
                     break
-                if leads_to(self.eqns, self._readers, sums, works[0]):  # less its own mean: that is made after it
+                small = [p for p in sums if math.prod(self.eqns[p].outvars[0].aval.shape) < LEAST_ELEMENTS]
+                if leads_to(self.eqns, self._readers, small, works[0]):  # less its own mean, which is no part of a call
                     break
                 fused.add(works[0])
                 self._bases[eqn.outvars[0]] = product
@@ -238,7 +240,8 @@ class Lives:
     def _operand(self, eqn: Any, v: Any) -> Any:
         """Find the value that a GPU's product reads: it fuses unary work, repeated if needed, that reads no more."""
         is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
-        while is_fused and v not in self.stored and (maker := self._makers.get(v)) is not None:
+        while is_fused and v not in self.stored and v in self._made_at:
+            maker = self.eqns[self._made_at[v]]
             reads = [a for a in maker.invars if compat.is_var(a)]
             if len(reads) != 1 or reads[0].aval.shape != v.aval.shape or not is_fusible(maker, False):
                 break
@@ -288,7 +291,8 @@ class Lives:
                 self._through[v] = self._direct[v] = frozenset([v])
                 self._plain[v] = frozenset() if v in self._flat else frozenset([v])
             if is_reduction(eqn) or self._looks_through(eqn):
-                self._add(eqn.outvars, self._roots(self._direct if self.is_cpu else self._through, eqn), position)
+                reads = self._roots(self._direct if self.is_cpu else self._through, eqn)
+                self._add(eqn.outvars, reads | self._materialised(position), position)
             else:
                 self._call(position, eqn)
 
@@ -311,8 +315,7 @@ class Lives:
         """Add the kernel of a product, or of other work that is not elementwise, with the work that it fuses."""
         product = eqn.outvars[0] if eqn.outvars else None
         beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
-        wholes = self._materialised(product)
-        self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
+        wholes = self._materialised(position)
         each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
         self._add(eqn.outvars, reads | wholes, position, wholes, each)
@@ -377,23 +380,20 @@ class Lives:
             else:
                 yield v
 
-    def _materialised(self, product: Any) -> frozenset[Any]:
-        """Find broadcast operands beside a product that are broadcast elsewhere too: the library reads whole arrays."""
-        if not self.is_cpu or not self._is_product(product) or math.prod(product.aval.shape) < LARGE:
-            return frozenset()
-        readers = sorted(self._readers.get(product, ()))
-        return frozenset((self.base(w), shape) for r in readers for w, shape in broadcast_operands(self.eqns[r])
-                         if len(self._broadcasts[self.base(w), shape]) > 1)  # fmt: skip
+    def _materialised(self, position: int) -> frozenset[Any]:
+        """Find broadcast operands of a library call that are broadcast outside of it too: it reads whole arrays."""
+        call = self._calls.get(position, set())
+        wholes = frozenset(
+            (w, shape) for p in call if self._elementwise[p] for a, shape in broadcast_operands(self.eqns[p])
+            if not self._broadcasts[w := self.base(a), shape] <= call and self._made_at.get(w) not in call
+        )  # fmt: skip
+        self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
+        return wholes
 
     def _materialise(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
         """Add the kernel that materialises a broadcast operand, as soon as the operand is made."""
         size = math.prod(shape) * v.aval.dtype.itemsize
         self.kernels.append(Kernel(position, ((v, shape),), self._through.get(v, frozenset()), (size,)))
-
-    def _is_product(self, v: Any) -> bool:
-        """Tell whether a product makes a value that only elementwise work reads."""
-        is_product = v in self._makers and self._makers[v].primitive.name == "dot_general"
-        return is_product and all(self._elementwise[p] for p in self._readers.get(v, ()))
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:

@@ -327,6 +327,32 @@ def test_an_exact_gelu_keeps_the_exponential_that_both_passes_read(store):
     assert abs(over(program, store)) < 0.08
 
 
+@pytest.mark.parametrize("batch", [15, 16])
+def test_what_is_broadcast_to_several_library_calls_is_an_array(batch, store):
+    """A softmax's sums are read as a whole array by a call that makes them, a product, and what reads both.
+
+    Of fewer than 4,096 sums XLA makes no call; here there are 256 of each of the batch.
+    """
+
+    def layer(w, x, mask):
+        centred = x - x.mean(-1, keepdims=True)
+        normal = w["scale"] * centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        q, k, v = (normal @ w[name] for name in "qkv")
+        heads = [a.reshape(*a.shape[:2], 2, -1).transpose(0, 2, 1, 3) for a in (q, k, v)]
+        weights = jax.nn.softmax(heads[0] @ heads[1].swapaxes(2, 3) + mask)
+        return x + (weights @ heads[2]).transpose(0, 2, 1, 3).reshape(x.shape) @ w["out"]
+
+    def loss(ws, x, mask):
+        for w in ws:
+            x = layer(w, x, mask)
+        return jnp.mean(x**2)
+
+    w = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("q", "k", "v", "out")}
+    ws = [w | {"scale": jax.ShapeDtypeStruct((64,), jnp.float32)}] * 4
+    x, mask = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((batch, 128, 64), (128, 128)))
+    assert abs(over(trace(loss, (ws, x, mask), {}, argnums=0), store)) < 0.06
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 
