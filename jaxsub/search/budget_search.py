@@ -221,13 +221,13 @@ class _Search:
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
             return
-        if not (every := make()) or not (left := self._recompute_less(every)):
+        if not (left := self._recompute_less(every := make())):
             return
         share = self.verifier.pricer.share
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         known = [plan for plan in every if self.verifier.is_known(plan)]
-        plan = known[0] if known else self._first_by_hand(left, min(every, key=predicted_bytes), bracket.limit)
+        plan = known[0] if known else self._first_by_hand(left, bracket.limit)
         tries, known, worst, far = TUNING.by_hand_compiles + len(known), known[1:], 0.0, list[int]()
         is_near = False
         for number in count(1):
@@ -252,20 +252,15 @@ class _Search:
                 plan = self._largest_expected_gain(left, bracket.limit, doubt=0.5 ** len(far))
             known = known[1:]
 
-    def _first_by_hand(self, plans: Sequence[Plan], least: Plan, limit: float) -> Plan | None:
+    def _first_by_hand(self, plans: Sequence[Plan], limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
 
-        Where a plan fits already, that is the one with the largest expected gain. Before, it is the least, if it may
-        fit: a head that holds the peak may fuse, and take half of what the least needs.
+        Where a plan fits already, that is the one with the largest expected gain, before the least, if it may fit.
         """
-        found = self._largest_expected_gain(plans, limit) if self.most_share < math.inf else None
-        if found is not None or self.known_share < math.inf:
-            return found
+        if self.most_share < math.inf:
+            return self._largest_expected_gain(plans, limit)
         first = min(plans, key=predicted_bytes)
-        head_bytes = predicted_bytes(least) / 2 if least.prediction and least.prediction.peak_at else 0.0
-        error = TUNING.prediction_error if self.best is None else 1.0
-        needed = self.verifier.pricer.share * (predicted_bytes(first) - head_bytes)
-        return first if needed <= error * limit else None
+        return first if self.verifier.pricer.share * predicted_bytes(first) <= TUNING.prediction_error * limit else None
 
     def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0,
                                doubt: float = 1.0) -> Plan | None:  # fmt: skip

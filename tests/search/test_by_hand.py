@@ -137,12 +137,11 @@ def test_the_memory_of_a_policy_is_met_at_its_flops():
     assert flops(jaxsub.sublinear(fun, plan=plan), args) <= 1.005 * flops(written, args)
 
 
-def tried(budget, needs, best=None, is_head=False, said=(), known=()):
+def tried(budget, needs, best=None, said=(), known=()):
     """Which plans of a row are compiled under a budget, the most recomputed last, and which is taken.
 
     Plan i recomputes i tenths of a forward pass, needs what `needs` says and is predicted to need what `said` says, or
-    eight more than it needs; with `is_head`, because of what follows the last region. Those in `known` were compiled
-    before.
+    eight more than it needs. Those in `known` were compiled before.
     """
     compiled = []
 
@@ -151,7 +150,7 @@ def tried(budget, needs, best=None, is_head=False, said=(), known=()):
         return Measurement(needs[int(plan.planner)], 0, 0, 0, None, 0.0, "cpu")
 
     def plan(i, n_bytes):
-        prediction = Prediction(n_bytes, i, 10.0, int(is_head), "")
+        prediction = Prediction(n_bytes, i, 10.0, 0, "")
         return Plan("f", Budget(), 9, (Segment(int(i), int(i) + 1),), planner=str(i), prediction=prediction)
 
     program = SimpleNamespace(eqns=())
@@ -224,12 +223,6 @@ def test_a_near_miss_is_worth_one_more(fourth, wanted):
     """Where the last of four misses by no more than predictions err, a fifth is compiled, and no sixth."""
     needs, said = [104, 103.6, fourth, 104, 101, 90], [100.2, 100.1, 100, 99.9, 99.8, 99.7]
     assert tried(100, needs, 8, said=said) == (wanted, 8)
-
-
-def test_a_head_that_holds_the_peak_may_fuse():
-    """Up to half of what the least is predicted to need may not be materialised: then it is tried, and says what is."""
-    assert tried(9, [50, 38, 30, 20, 14, 10]) == ([], None)
-    assert tried(9, [50, 38, 30, 20, 14, 10], is_head=True) == ([5], None)
 
 
 def test_no_cut_breaks_the_fusion_of_wide_values():
