@@ -382,13 +382,14 @@ class Lives:
 
     def _materialised(self, position: int) -> frozenset[Any]:
         """Find broadcast operands of a library call that are broadcast outside of it too: it reads whole arrays."""
-        call = self._calls.get(position, set())
-        wholes = frozenset(
-            (w, shape) for p in call if self._elementwise[p] for a, shape in broadcast_operands(self.eqns[p])
-            if not self._broadcasts[w := self.base(a), shape] <= call and self._made_at.get(w) not in call
-        )  # fmt: skip
-        self._wholes.update((whole, position) for whole in wholes if whole not in self._wholes)
-        return wholes
+        call, wholes = self._calls.get(position, set()), set[Any]()
+        for p in filter(self._elementwise.get, sorted(call)):
+            for a, shape in broadcast_operands(self.eqns[p]):
+                whole = self.base(a), shape
+                if not self._broadcasts[whole] <= call and self._made_at.get(whole[0]) not in call:
+                    wholes.add(whole)
+                    self._wholes.setdefault(whole, position)
+        return frozenset(wholes)
 
     def _materialise(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
         """Add the kernel that materialises a broadcast operand, as soon as the operand is made."""
