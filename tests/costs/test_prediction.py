@@ -309,7 +309,7 @@ def test_a_product_less_its_own_mean_is_an_array_of_its_own(shape, store):
             x = x + jnp.tanh(normalised(x @ w)) @ w
         return jnp.mean(x**2)
 
-    ws = [jax.ShapeDtypeStruct((shape[-1],) * 2, jnp.float32)] * 5
+    ws = [jax.ShapeDtypeStruct((shape[-1],) * 2, jnp.float32)] * 8
     program = trace(loss, (ws, jax.ShapeDtypeStruct(shape, jnp.float32)), {}, argnums=0)
     assert abs(over(program, store)) < 0.12
 
