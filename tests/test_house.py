@@ -29,8 +29,8 @@ devices: __init__ cuda_plugin aot_worker targets aot compile
 partition: __init__ cuts inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
-    split_k narrow_floats library_calls fusion live_ranges cond_options dead_inputs roofline slice_time scan_options
-    chain_builder
+    split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs
+    roofline slice_time scan_options chain_builder
 search: __init__ bracket by_hand slice_seeds found_run slicing sliceable sliced_program belonging
     candidates name_overrides named_policy verify propagated budget_search slice_search frontier_points repeated_effects
     plan_cache progress annotate pipeline call_sites

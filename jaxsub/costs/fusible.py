@@ -91,6 +91,12 @@ def masked_bytes(eqn: Any) -> int:
     return int(n_groups * (left + right) if rows in summed else n_groups * left + right)
 
 
+def looks_up_few(eqn: Any, is_cpu: bool) -> bool:
+    """Tell whether an equation looks up fewer elements than there are: a GPU then computes only those."""
+    is_gather = eqn.primitive.name == "gather" and not is_cpu
+    return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
+
+
 def is_dear(eqn: Any) -> bool:
     """Tell whether an elementwise equation is too costly to be repeated for each element of something larger."""
     is_quotient = eqn.primitive.name == "div" and compat.is_var(eqn.invars[1])

@@ -11,9 +11,10 @@ nothing else reads it, and which read what is broadcast outside of them too as a
 axes reads a transposed copy. It computes with 16-bit floats in float32 (`jaxsub.costs.narrow_floats`). It stores every
 concatenation.
 
-On a GPU a product fuses unary work on its operands, unless that narrows them. The parts of a split-K product
-(`jaxsub.costs.split_k`) are added up by each reader, or once where reductions or products read the sum. Slices of an
-array and look-ups of few of its elements are fused into their readers.
+On a GPU a product fuses unary work on its operands, unless that narrows them. Other slow work is done once where that
+is faster (`jaxsub.costs.priority_fusion`). The parts of a split-K product (`jaxsub.costs.split_k`) are added up by each
+reader, or once where reductions or products read the sum. Slices of an array and look-ups of few of its elements are
+fused into their readers.
 
 A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored, and what
 is added to the result of a scatter-add is added before.
@@ -50,6 +51,7 @@ from jaxsub.costs.fusible import (
     is_view,
     leads_to,
     literal_key,
+    looks_up_few,
     masked_bytes,
     scattered_last,
     summed_columns,
@@ -58,6 +60,7 @@ from jaxsub.costs.fusible import (
 )
 from jaxsub.costs.library_calls import LEAST_ELEMENTS, library_calls
 from jaxsub.costs.narrow_floats import is_slow, widened
+from jaxsub.costs.priority_fusion import PriorityFusion
 from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
 from jaxsub.costs.split_k import PARTS, kernels_in_parts, n_parts
 from jaxsub.devices.targets import Target
@@ -111,6 +114,7 @@ class Lives:
     _barriers: list[int] = field(init=False, default_factory=list)
     _work: list[int] = field(init=False, default_factory=list)
     _calls: dict[int, set[int]] = field(init=False, default_factory=dict)
+    _kept: set[Any] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._bases.update((v, r) for v, r in self.alias.items() if v is not r)
@@ -223,7 +227,7 @@ class Lives:
             if not self._elementwise[position]:
                 self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
                 if not is_reduction(eqn):
-                    self.stored.update(self._operand(eqn, v) for v in ins if not self._looks_through(eqn))
+                    self.stored.update(self._operand(eqn, v) for v in ins if not looks_up_few(eqn, self.is_cpu))
                 elif self.is_cpu or self._parts:
                     absorbed.update(ins)
                 continue
@@ -236,11 +240,17 @@ class Lives:
             elif v in absorbed and v not in self.stored:
                 absorbed.update(ins)
             homes[v] = at
+        if self.gpu is not None:
+            made = {self.eqns[p].outvars[0]: p for p in self._work if self._elementwise[p]}
+            places = {v: p for v, p in made.items() if v not in self.stored and len(self.eqns[p].outvars) == 1}
+            fusion = PriorityFusion(self.eqns, places, self._readers, self.base, self._bytes, self.gpu, self._flat)
+            self._kept = fusion.stored()
+            self.stored |= self._kept
 
     def _operand(self, eqn: Any, v: Any) -> Any:
         """Find the value that a GPU's product reads: it fuses unary work, repeated if needed, that reads no more."""
         is_fused = eqn.primitive.name == "dot_general" and not self.is_cpu
-        while is_fused and v not in self.stored and v in self._made_at:
+        while is_fused and (v not in self.stored or v in self._kept) and v in self._made_at:
             maker = self.eqns[self._made_at[v]]
             reads = [a for a in maker.invars if compat.is_var(a)]
             if len(reads) != 1 or reads[0].aval.shape != v.aval.shape or not is_fusible(maker, False):
@@ -249,11 +259,6 @@ class Lives:
                 break
             v = self.base(reads[0])
         return v
-
-    def _looks_through(self, eqn: Any) -> bool:
-        """Tell whether an equation looks up fewer elements than there are: a GPU then computes only those."""
-        is_gather = eqn.primitive.name == "gather" and not self.is_cpu
-        return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
 
     def _is_expanded(self, v: Any) -> bool:
         """Tell whether something larger is made of a value, so that each element is read more than once."""
@@ -275,8 +280,9 @@ class Lives:
             self._make(position, self.eqns[position])
             if not is_barrier(self.eqns[position]):
                 self._wait(first, self.eqns[position])
-        for v, shape in sorted(self._wholes, key=lambda whole: self._wholes[whole]):
-            self._materialise(self._wholes[v, shape], v, shape)
+        for (v, shape), position in sorted(self._wholes.items(), key=lambda whole: whole[1]):
+            size = math.prod(shape) * v.aval.dtype.itemsize  # materialised as soon as the operand is made
+            self.kernels.append(Kernel(position, ((v, shape),), self._through.get(v, frozenset()), (size,)))
 
     def _make(self, position: int, eqn: Any) -> None:
         if is_barrier(eqn):
@@ -290,7 +296,7 @@ class Lives:
             for v in eqn.outvars:
                 self._through[v] = self._direct[v] = frozenset([v])
                 self._plain[v] = frozenset() if v in self._flat else frozenset([v])
-            if is_reduction(eqn) or self._looks_through(eqn):
+            if is_reduction(eqn) or looks_up_few(eqn, self.is_cpu):
                 reads = self._roots(self._direct if self.is_cpu else self._through, eqn)
                 self._add(eqn.outvars, reads | self._materialised(position), position)
             else:
@@ -338,7 +344,7 @@ class Lives:
         self._pieces.update((v, reads) for v in eqn.outvars if is_concatenation(eqn))
         for v in eqn.outvars:
             is_stored = v in self.stored
-            is_remade = not is_stored or (is_unary(eqn) and not is_slow(eqn, self.is_cpu))
+            is_remade = not is_stored or (v not in self._kept and is_unary(eqn) and not is_slow(eqn, self.is_cpu))
             self._remade[v] = frozenset([v]) if is_slow(eqn, self.is_cpu) else reads
             self._plain[v] = frozenset([v]) if is_stored else plain
             self._direct[v] = frozenset([v]) if is_stored else direct
@@ -390,11 +396,6 @@ class Lives:
                     wholes.add(whole)
                     self._wholes.setdefault(whole, position)
         return frozenset(wholes)
-
-    def _materialise(self, position: int, v: Any, shape: tuple[int, ...]) -> None:
-        """Add the kernel that materialises a broadcast operand, as soon as the operand is made."""
-        size = math.prod(shape) * v.aval.dtype.itemsize
-        self.kernels.append(Kernel(position, ((v, shape),), self._through.get(v, frozenset()), (size,)))
 
 
 def inner_peak(eqn: Any, is_cpu: bool) -> int:

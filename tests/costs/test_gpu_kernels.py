@@ -54,6 +54,21 @@ def kernels_of(function, *shapes):
     return [kernel.n_bytes for kernel in lives.kernels]
 
 
+def test_slow_work_is_done_once_where_that_is_faster():
+    """A gate and its derivative: a GPU stores `sin(x)`, repeats `exp(x)`, and on an A100 repeats both."""
+
+    def stored(f, name, dtype=jnp.float32):
+        eqns = eqns_of(lambda x, y: (x * f(x), y * f(x)), (4096, 4096), (4096, 4096), dtype=dtype)
+        lives = Lives(eqns.eqns, eqns.invars, eqns.outvars, {}, False, get_target(name))
+        return len(lives.kernels) > 2
+
+    assert stored(jnp.sin, "h100")
+    assert not stored(jnp.sin, "a100")
+    assert not stored(jnp.exp, "h100")
+    assert stored(jnp.tanh, "h100", jnp.bfloat16)
+    assert not stored(jax.lax.erf, "h100", jnp.bfloat16)
+
+
 def test_parts_are_added_up_by_what_reads_them():
     """A product in 8 parts: no kernel makes the sum, unless it goes out, is an operand, or is summed again."""
     shapes, size = ((256, 512), (512, 256)), 256 * 256 * 4
