@@ -19,6 +19,7 @@ decides when the derivative is taken, from the symbolic zeros among its tangents
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -215,7 +216,7 @@ class _Slices:
         whole, shape = _first(x, n * width, d), (*x.shape[:d], parts, n, width // parts, *x.shape[d + 1 :])
         if parts == 1:
             return jnp.moveaxis(whole if width == 1 else whole.reshape(*shape[:d], *shape[d + 1 :]), d, 0)
-        return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], -1, *x.shape[d + 1 :])
+        return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], width, *x.shape[d + 1 :])
 
     def part(self, x: Any, place: Place) -> Any:
         """One of the slices that `stacked` stacks."""
@@ -371,6 +372,6 @@ def flat(ys: Any, place: Place, parts: int = 1) -> Any:
     """Join stacked slices into one array."""
     d = place.dim
     if parts > 1:
-        ys = ys.reshape(*ys.shape[: d + 1], parts, -1, *ys.shape[d + 2 :])
-    moved = jnp.moveaxis(ys, 0, d if parts == 1 else d + 1)
-    return moved.reshape((*moved.shape[:d], -1, *moved.shape[d + (2 if parts == 1 else 3) :]))
+        ys = ys.reshape(*ys.shape[: d + 1], parts, ys.shape[d + 1] // parts, *ys.shape[d + 2 :])
+    moved, end = jnp.moveaxis(ys, 0, d if parts == 1 else d + 1), d + (2 if parts == 1 else 3)
+    return moved.reshape((*moved.shape[:d], math.prod(moved.shape[d:end]), *moved.shape[end:]))

@@ -311,6 +311,17 @@ def test_other_runs_recompute_each_slice():
     assert temp_bytes(gradient(by_hidden(8)), *args) < temp_bytes(gradient(mlp), *args) / 4
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_arrays_without_elements_are_sliced_too(count):
+    """An associative scan of an odd length makes some."""
+
+    def f(x):
+        return jax.lax.associative_scan(jnp.multiply, x[:, 1:2], axis=1)[:, :0], jnp.sin(x)
+
+    _, chunked = along(f, X)
+    chex.assert_trees_all_close(chunked(count)(X), f(X))
+
+
 def test_gradients_of_narrow_weights_are_no_worse():
     """A weight that is cast to bfloat16 gets its gradient summed in float32: as near the truth as the plain one."""
 
