@@ -70,7 +70,8 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
     """
     began = time.monotonic()
     plain = candidates.plain()
-    if predicted_bytes(plain) <= TUNING.plain_near * budget_bytes or verifier.is_known(verifier.empty()):
+    said = predicted_bytes(plain)
+    if said <= TUNING.plain_near * budget_bytes or verifier.is_known(verifier.empty()):
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget_bytes)
@@ -87,11 +88,12 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
     if search.best is None and known_share == math.inf:
         search.least()
         search.ease()
-    expected = predicted_bytes(plain) * min((1.0, *search.errors))  # as others were, it may be predicted too large
+    expected = said * min((1.0, *search.errors))  # as others were, it may be predicted too large
     if plain.measurement is None and expected <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget_bytes)
+    search.by_hand_after(made, _needed(plain) / max(said, 1))
     if search.best is None and search.least_seen is None:
         raise _nothing_less(known_share, budget_bytes)
     if search.best is None:
@@ -251,6 +253,17 @@ class _Search:
             if plan is None and self.most_share < math.inf:
                 plan = self._largest_expected_gain(left, bracket.limit, doubt=0.5 ** len(far))
             known = known[1:]
+
+    def by_hand_after(self, make: Callable[[], Sequence[Plan]], error: float) -> None:
+        """Try plans by hand that were predicted not to fit, if they err as the plain program does: far too large."""
+        bound = self.budget_bytes / max(error, 1e-9) / self.verifier.pricer.share
+        for _ in range(TUNING.by_hand_compiles if 0 < error < 1 / TUNING.prediction_error else 0):
+            left = [plan for plan in self._recompute_less(make()) if not self.verifier.is_known(plan)]
+            plan = min(left, key=predicted_bytes, default=None)
+            if plan is None or predicted_bytes(plan) > bound:
+                return
+            plan = plan.replace(measurement=self.try_(plan))
+            self.least_seen = min(self.least_seen or plan, plan, key=_needed)
 
     def _first_by_hand(self, plans: Sequence[Plan], limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
