@@ -111,7 +111,9 @@ def _fetch(name: str, folder: Path) -> Path:
         )
     with tarfile.open(archives[0]) as archive:
         inside = [member for member in archive if member.name.split("/")[1:2] == ["examples"]]
-        archive.extractall(folder, inside, filter="data")
+        # a keyword argument from Python 3.11.4 on; before that there are no filters
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(folder, inside)
     return next(folder.glob("flax-*/examples"))
 
 
