@@ -85,7 +85,7 @@ class PriorityFusion:
         return found.pop() if len(found) == 1 else None
 
     def _may_pay(self, v: Any) -> bool:
-        """Tell whether a value of several readers takes longer to compute than to write."""
+        """Tell whether a value takes longer to compute than to write; what does not is fused in any case."""
         seconds = operations(self.eqns[self.makers[v]], self.gpu) / self._rate
         return seconds > self.bytes_of(v) / self.gpu.bytes_per_second
 
