@@ -31,7 +31,7 @@ PLAIN = TAKEN_IN.union(
 """Frequent elementwise primitives."""
 
 REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
-IN_PLACE = frozenset("scatter scatter-add scatter_add dynamic_update_slice".split())
+IN_PLACE = frozenset("scatter scatter-add scatter_add scatter-mul scatter-min scatter-max dynamic_update_slice".split())
 SCATTER_ADDS = frozenset(("scatter-add", "scatter_add"))
 SAME = frozenset("optimization_barrier name copy_p".split())
 """Primitives whose results are their operands."""
@@ -59,7 +59,6 @@ def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
         or eqn.primitive.name.startswith("scatter")
         or eqn.primitive.name in WINDOWS
         or (is_cpu and threefry_bytes(eqn) > 0)
-        or (eqn.primitive.name == "gather" and not is_cpu)
     )
 
 
@@ -91,10 +90,9 @@ def masked_bytes(eqn: Any) -> int:
     return int(n_groups * (left + right) if rows in summed else n_groups * left + right)
 
 
-def looks_up_few(eqn: Any, is_cpu: bool) -> bool:
-    """Tell whether an equation looks up fewer elements than there are: a GPU then computes only those."""
-    is_gather = eqn.primitive.name == "gather" and not is_cpu
-    return is_gather and math.prod(eqn.outvars[0].aval.shape) < math.prod(eqn.invars[0].aval.shape)
+def fuses_updates(eqn: Any, is_cpu: bool) -> bool:
+    """Tell whether an equation fuses the work on what it scatters, as a GPU's does."""
+    return not is_cpu and bool(eqn.primitive.name.startswith("scatter"))
 
 
 def is_dear(eqn: Any) -> bool:

@@ -1,8 +1,8 @@
 """Predict the compiler's fusion: which kernels it makes of equations, and which values it stores.
 
 The compiler does not store most values of a jaxpr: elementwise chains are computed inside the kernels that read them. A
-value is *stored* if a product, a convolution, a gather or a loop makes or reads it, if a reduction makes it, or if it
-is an output. Every other value is *virtual*: its readers read the stored values behind it, which are live until then.
+value is *stored* if a product, a convolution or a loop makes or reads it, if a reduction makes it, or if it is an
+output. Every other value is *virtual*: its readers read the stored values behind it, which are live until then.
 Reshapes, transposes and barriers are views; equal equations are merged.
 
 A CPU stores more. Slow elementwise work, such as tanh, is done once where several kernels need it. Reductions and
@@ -13,8 +13,8 @@ concatenation.
 
 On a GPU a product fuses unary work on its operands, unless that narrows them. Other slow work is done once where that
 is faster (`jaxsub.costs.priority_fusion`). The parts of a split-K product (`jaxsub.costs.split_k`) are added up by each
-reader, or once where reductions or products read the sum. Slices of an array and look-ups of few of its elements are
-fused into their readers.
+reader, or once where reductions or products read the sum. Look-ups are repeated in their readers, and a scatter fuses
+the work on what it scatters.
 
 A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored, and what
 is added to the result of a scatter-add is added before.
@@ -41,6 +41,7 @@ from jaxsub.costs.fusible import (
     equation_key,
     erfc_reads_exp,
     flattened,
+    fuses_updates,
     is_barrier,
     is_concatenation,
     is_copied,
@@ -51,7 +52,6 @@ from jaxsub.costs.fusible import (
     is_view,
     leads_to,
     literal_key,
-    looks_up_few,
     masked_bytes,
     scattered_last,
     summed_columns,
@@ -223,11 +223,12 @@ class Lives:
         homes: dict[Any, frozenset[int]] = {}
         for position in reversed(self._work):
             eqn = self.eqns[position]
-            ins = [self.base(a) for a in eqn.invars if compat.is_var(a)]
+            read = eqn.invars[:1] if fuses_updates(eqn, self.is_cpu) else eqn.invars
+            ins = [self.base(a) for a in read if compat.is_var(a)]
             if not self._elementwise[position]:
                 self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
                 if not is_reduction(eqn):
-                    self.stored.update(self._operand(eqn, v) for v in ins if not looks_up_few(eqn, self.is_cpu))
+                    self.stored.update(self._operand(eqn, v) for v in ins)
                 elif self.is_cpu or self._parts:
                     absorbed.update(ins)
                 continue
@@ -296,7 +297,7 @@ class Lives:
             for v in eqn.outvars:
                 self._through[v] = self._direct[v] = frozenset([v])
                 self._plain[v] = frozenset() if v in self._flat else frozenset([v])
-            if is_reduction(eqn) or looks_up_few(eqn, self.is_cpu):
+            if is_reduction(eqn) or fuses_updates(eqn, self.is_cpu):
                 reads = self._roots(self._direct if self.is_cpu else self._through, eqn)
                 self._add(eqn.outvars, reads | self._materialised(position), position)
             else:
@@ -322,9 +323,8 @@ class Lives:
         product = eqn.outvars[0] if eqn.outvars else None
         beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
         wholes = self._materialised(position)
-        each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
         reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
-        self._add(eqn.outvars, reads | wholes, position, wholes, each)
+        self._add(eqn.outvars, reads | wholes, position, wholes)
 
     def _split(self, position: int, eqn: Any) -> None:
         """Add a split-K product and the sum of its parts, which is fused into its readers unless it is stored."""
@@ -359,14 +359,14 @@ class Lives:
         return frozenset().union(*(self._plain.get(self.base(v), ()) for v in ins if v not in self._reshaped))
 
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
-             over: frozenset[Any] = frozenset(), each: tuple[frozenset[Any], ...] = ()) -> None:  # fmt: skip
+             over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(map(self._bytes, made))
         inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state,), state
-        is_late = self._elementwise[position] and all(
-            self.base(a) in self.stored for a in eqn.invars if compat.is_var(a)
-        )
+        are_stored = (self.base(a) in self.stored for a in eqn.invars if compat.is_var(a))
+        is_late = self._elementwise[position] and all(are_stored)
+        each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
         shape = made[0].aval.shape if self._elementwise[position] else None
         if (axes := summed_columns(eqn)) is not None:
             shape = eqn.invars[0].aval.shape

@@ -25,13 +25,13 @@ WIDENED = ("dot_general", "conv_general_dilated")
 
 
 def is_slow(eqn: Any, is_cpu: bool) -> bool:
-    """Tell whether elementwise work is not repeated in each kernel that needs it.
+    """Tell whether elementwise work is not repeated in each kernel that needs it: nor are look-ups, on a CPU.
 
     A CPU rounds to bfloat16 after slices and other copies, too; not after transposes and broadcasts.
     """
     name = eqn.primitive.name
     is_rounded = is_cpu and name not in ROUND_FREE and eqn.outvars[0].aval.dtype == jnp.bfloat16
-    return name in SLOW or is_rounded
+    return name in SLOW or is_rounded or (is_cpu and name == "gather")
 
 
 def widened(eqns: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:

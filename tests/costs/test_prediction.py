@@ -346,6 +346,38 @@ def test_a_gpu_stores_an_activation_where_that_is_faster(activation, dtype, stor
     assert abs(over(program, store, get_target("h100"))) < 0.06
 
 
+def _attention(h, senders, receivers, a, b):
+    e = jax.nn.leaky_relu((h @ a)[senders] + (h @ b)[receivers])
+    p = jnp.exp(e - jax.ops.segment_max(e, receivers, len(h))[receivers])
+    share = p / jax.ops.segment_sum(p, receivers, len(h))[receivers]
+    return jax.ops.segment_sum(share[:, None] * h[senders], receivers, len(h))
+
+
+def _of_sums(h, senders, receivers, a, b):
+    return jax.ops.segment_sum(jax.nn.silu((h @ a)[senders] + (h @ b)[receivers]), receivers, len(h))
+
+
+def _maxima(h, senders, receivers, a, b):
+    m = jax.ops.segment_max(jax.nn.silu((h @ a)[senders] + (h @ b)[receivers]), receivers, len(h))
+    return jnp.where(jnp.isfinite(m), m, 0.0)
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+@pytest.mark.parametrize(("messages", "width"), [(_attention, ()), (_of_sums, (64,)), (_maxima, (64,))])
+def test_messages_of_a_graph_are_stored_where_the_compiler_stores_them(messages, width, target, store):
+    """A GPU looks values of nodes up again for each kernel, and scatters messages as it makes them; a CPU does not."""
+
+    def loss(layers, x, senders, receivers):
+        for w, a, b in layers:
+            x = x + messages(x @ w, senders, receivers, a, b)
+        return jnp.mean(x**2)
+
+    size, edges = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((65_536,), jnp.int32)
+    layers = [(size((64, 64), jnp.float32), *[size((64, *width), jnp.float32)] * 2)] * 4
+    program = trace(loss, (layers, size((4096, 64), jnp.float32), edges, edges), {}, argnums=0)
+    assert abs(over(program, store, get_target(target))) < 0.35
+
+
 @pytest.mark.parametrize("batch", [15, 16])
 def test_what_is_broadcast_to_several_library_calls_is_an_array(batch, store):
     """A softmax's sums are read as a whole array by a call that makes them, a product, and what reads both.
