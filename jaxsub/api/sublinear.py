@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
@@ -171,6 +172,10 @@ class Sublinear(Wrapped[P, R]):
     def _plan_for(self, program: Program) -> Plan:
         key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
         if key not in self._plans:
+            if not program.is_sharded and any(known[0] == key[0] and any(known[2]) for known in self._plans):
+                warnings.warn("Planned for arrays of these shapes over several devices, this function is now traced "
+                              "where nothing says how they are split: the plan is another one, and its budget that of "
+                              "one device that holds all. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
             self._plans[key] = make_plan(program, self.settings)
             warn_of_repeated(program, self._plans[key])
         return self._plans[key]

@@ -6,11 +6,23 @@ do next. All of them derive from `JaxsubError` and from the built-in exception a
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxsub.core.measurement import Measurement
 
 
 class JaxsubError(Exception):
-    """Base of every exception that jaxsub raises on purpose."""
+    """Base of every exception that jaxsub raises on purpose; it can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _anew, (type(self), self.args), self.__dict__
+
+
+def _anew(kind: type[JaxsubError], args: tuple[Any, ...]) -> JaxsubError:
+    """An exception as it was; its own figures are its state."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class BudgetError(JaxsubError, ValueError):

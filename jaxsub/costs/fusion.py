@@ -67,6 +67,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import flatten_closed
+from jaxsub.jaxpr.new_equations import slice_eqn
 from jaxsub.jaxpr.trace import array_bytes
 
 
@@ -364,12 +365,11 @@ class Lives:
         inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state,), state
-        are_stored = (self.base(a) in self.stored for a in eqn.invars if compat.is_var(a))
-        is_late = self._elementwise[position] and all(are_stored)
+        are_stored = self.stored.issuperset(map(self.base, filter(compat.is_var, eqn.invars)))
+        is_late = self._elementwise[position] and are_stored
         each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
-        shape = made[0].aval.shape if self._elementwise[position] else None
-        if (axes := summed_columns(eqn)) is not None:
-            shape = eqn.invars[0].aval.shape
+        axes = summed_columns(eqn)
+        shape = (eqn.invars if axes else made)[0].aval.shape if axes or self._elementwise[position] else None
         self.kernels.append(Kernel(position, tuple(made), reads, sizes, inner, over, is_late, shape, axes, each))
 
     def _laid_out(self, position: int, eqn: Any) -> Iterable[Any]:
@@ -411,7 +411,7 @@ def inner_peak(eqn: Any, is_cpu: bool) -> int:
     for body in bodies:
         eqns, inputs, results = flatten_closed(body, compat.REGIONS)
         carried = {v: array_bytes(v) for v in inputs[slice(*carried_by(eqn))]}
-        taken = [compat.slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
+        taken = [slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
         given = (*carried, *(take.invars[0] for take in taken))
         lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu)
         free = set() if is_loop else lives.ends()

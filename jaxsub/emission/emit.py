@@ -13,7 +13,7 @@ import jax.core
 
 from jaxsub.core.decisions import Inside, Segment, saving_in_nests
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError
-from jaxsub.core.plan import Plan
+from jaxsub.core.plan import DIGITS, Plan
 from jaxsub.emission.folding import in_slices
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
@@ -54,7 +54,8 @@ def check(program: Program, plan: Plan) -> None:
     if plan.fingerprint != program.fingerprint or plan.n_nodes != len(folded.eqns):
         raise PlanMismatchError(
             f"The plan was made for another function: its fingerprint is {plan.fingerprint} "
-            f"({plan.n_nodes} equations), this function's is {program.fingerprint} ({len(program.eqns)} equations). "
+            f"({len(plan.equations) // DIGITS or plan.n_nodes} equations), this function's is {program.fingerprint} "
+            f"({len(program.eqns)} equations). "
             f"{first_difference(program, plan.equations)}Shapes, dtypes and static arguments count. "
             "Make a new plan with jaxsub.plan.",
             plan_fingerprint=plan.fingerprint,

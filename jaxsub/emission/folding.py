@@ -23,6 +23,7 @@ from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_bodies import is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
+from jaxsub.jaxpr.new_equations import call_eqn
 from jaxsub.jaxpr.trace import Program, program_of, remembered
 
 
@@ -243,7 +244,7 @@ def _folded(program: Program, slices: Slices) -> Any:
         return list(function(*args))
 
     run.__name__ = IN_SLICES
-    (call,) = jax.make_jaxpr(jax.jit(run))(*[compat.shape_of(v.aval) for v in reads]).eqns
+    call = call_eqn(run, [compat.shape_of(v.aval) for v in reads])
     source = max(eqns, key=lambda eqn: sum(getattr(v.aval, "size", 0) for v in eqn.outvars)).source_info
     if (len(call.invars), len(call.outvars)) != (len(reads), len(returns)):
         raise AssertionError(f"in slices the run {call.invars} -> {call.outvars}, it was {reads} -> {returns}")

@@ -30,6 +30,7 @@ from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.new_equations import call_eqn
 from jaxsub.jaxpr.trace import Program, program_of
 from jaxsub.partition.run_function import run_function
 
@@ -92,7 +93,7 @@ def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> 
         with jax.named_scope(f"jaxsub_{eqn.primitive.name}"):  # what a profile shows of it
             return [jax.lax.optimization_barrier(o) if any(o is a for a in args) else o for o in function(args)]
 
-    call: Any = jax.make_jaxpr(jax.jit(run))(*[a.aval for a in eqn.invars]).eqns[0]
+    call = call_eqn(run, [a.aval for a in eqn.invars])
     if [v.aval.shape for v in call.outvars] != [v.aval.shape for v in eqn.outvars]:
         raise AssertionError(f"rewritten, `{eqn.primitive.name}` returns {call.outvars}, as it was {eqn.outvars}")
     params = {**call.params, **compat.INLINE}

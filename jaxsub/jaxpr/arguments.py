@@ -42,6 +42,9 @@ class Statics:
         places = {n % len(ordered) if ordered and -len(ordered) <= n < 0 else n for n in argnums}
         names = {*argnames, *(p.name for i, p in enumerate(ordered) if i in places and p.kind is not p.POSITIONAL_ONLY)}
         places |= {i for i, p in enumerate(ordered) if p.name in argnames}
+        far = sorted(places - set(range(len(ordered))))
+        if far and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise ValueError(f"static_argnums names {far}, but the function takes {len(ordered)} positional arguments")
         unknown = set(argnames) - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ValueError(f"static_argnames names {sorted(unknown)}, which are no parameters of the function")

@@ -62,12 +62,14 @@ def split_otherwise(steps: Iterable[Step], split: Split = UNSPLIT) -> Any:
     return None
 
 
-def _all(steps: Iterable[Step], depth: int = CHECKED_ORDERS) -> Iterator[Step]:
-    """Steps, those in their bodies, and those of their derivatives."""
+def _all(steps: Iterable[Step], orders: int = CHECKED_ORDERS) -> Iterator[Step]:
+    """Steps, those in their bodies, and those of their derivatives, up to some order."""
     for step in steps:
         yield step
-        for body in (*step.bodies, *(step.rule() if depth else ())):
-            yield from _all(body.steps, depth - 1)
+        for body in step.bodies:
+            yield from _all(body.steps, orders)
+        for body in step.rule() if orders else ():
+            yield from _all(body.steps, orders - 1)
 
 
 def split_of(program: Program, variable: Any, dim: int) -> Split | None:

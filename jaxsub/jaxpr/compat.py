@@ -181,23 +181,6 @@ def new_var(aval: Any) -> Any:
     return jex_core.Var(aval)
 
 
-@functools.cache
-def barrier_eqn() -> Any:
-    """An equation of an optimization barrier, to replace the variables of."""
-    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).eqns[0]
-
-
-def slice_eqn(made: Any) -> Any:
-    """An equation that takes a variable from a larger array, a new variable: for analyses, not to be evaluated."""
-    return _slice_eqn().replace(invars=[new_var(made.aval), *_slice_eqn().invars[1:]], outvars=[made])
-
-
-@functools.cache
-def _slice_eqn() -> Any:
-    pair = jax.ShapeDtypeStruct((2,), "float32")
-    return jax.make_jaxpr(lambda x: jax.lax.dynamic_slice(x, (0,), (1,)))(pair).eqns[-1]
-
-
 def is_var(atom: Any) -> bool:
     """Tell whether an atom of a jaxpr is a variable rather than a literal."""
     return not isinstance(atom, jex_core.Literal)
@@ -388,6 +371,12 @@ def trace_context() -> tuple[Any, ...]:
         return context if isinstance(context, tuple) else (context,)
     names = "enable_x64 default_matmul_precision numpy_dtype_promotion debug_nans".split()
     return tuple(getattr(jax.config, f"jax_{name}") for name in names)
+
+
+def is_tracing() -> bool:
+    """Tell whether JAX traces a function that this call is in; without a private check it is taken for granted not."""
+    is_clean = getattr(jax_core, "trace_state_clean", None)
+    return is_clean is not None and not is_clean()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.new_equations import barrier_eqn
 
 IN_SLICES = "jaxsub_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""
@@ -79,7 +80,7 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         eqn = eqn.replace(source_info=compat.within(eqn, caller))
     if eqn.primitive.name in compat.REGIONS and eqn.params.get("prevent_cse", True) and invars:
         fenced = [compat.new_var(a.aval) for a in invars]  # as JAX lowers it
-        eqns.append(compat.barrier_eqn().replace(invars=invars, outvars=fenced))
+        eqns.append(barrier_eqn().replace(invars=invars, outvars=fenced))
         invars = fenced
     jaxpr = compat.open_jaxpr(body)
     inner: dict[Any, Any] = dict(zip(jaxpr.invars, invars, strict=True))

@@ -132,12 +132,15 @@ def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function of a program, its first argument or an attribute of that, in the context `as_wide_as` it."""
+    """Wrap a function of a program, its first argument or an attribute of that, in the context `as_wide_as` it.
+
+    What it traces has loops that are equations also under `jax.disable_jit()`.
+    """
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         given: Any = args[0]
-        with as_wide_as(getattr(given, "program", given)):
+        with jax.disable_jit(False), as_wide_as(getattr(given, "program", given)):
             return work(*args, **kwargs)
 
     return run
@@ -261,8 +264,8 @@ def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
             symbols.append(f"{_path_name(path)} has the dimension {symbolic[0]}")
     if faults:
         raise UnsupportedError(
-            f"Arguments must be arrays: {', '.join(faults)}. Name static arguments in static_argnums= or "
-            "static_argnames=, or register their types as pytrees."
+            f"Arguments must be arrays: {', '.join(faults)}. Name static arguments, such as a method's "
+            "self, in static_argnums= or static_argnames=, or register their types as pytrees."
         )
     if symbols:
         raise UnsupportedError(

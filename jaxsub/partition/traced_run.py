@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_names
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
+from jaxsub.jaxpr.new_equations import barrier_eqn
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
 from jaxsub.jaxpr.trace import Program, array_bytes
@@ -282,7 +283,7 @@ class _Composed:
         if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, np.complexfloating):
             return atom
         found = compat.new_var(atom.aval)
-        self.forward.append(compat.barrier_eqn().replace(invars=[atom], outvars=[found]))
+        self.forward.append(barrier_eqn().replace(invars=[atom], outvars=[found]))
         self.marks[found] = offset
         self._size([found], [value])
         return found

@@ -29,6 +29,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
+from jaxsub.jaxpr.inline import IN_SLICES
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition
@@ -93,7 +94,6 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget_bytes)
-    search.by_hand_after(made, _needed(plain) / max(said, 1))
     if search.best is None and search.least_seen is None:
         raise _nothing_less(known_share, budget_bytes)
     if search.best is None:
@@ -254,17 +254,6 @@ class _Search:
                 plan = self._largest_expected_gain(left, bracket.limit, doubt=0.5 ** len(far))
             known = known[1:]
 
-    def by_hand_after(self, make: Callable[[], Sequence[Plan]], error: float) -> None:
-        """Try plans by hand that were predicted not to fit, if they err as the plain program does: far too large."""
-        bound = self.budget_bytes / max(error, 1e-9) / self.verifier.pricer.share
-        for _ in range(TUNING.by_hand_compiles if 0 < error < 1 / TUNING.prediction_error else 0):
-            left = [plan for plan in self._recompute_less(make()) if not self.verifier.is_known(plan)]
-            plan = min(left, key=predicted_bytes, default=None)
-            if plan is None or predicted_bytes(plan) > bound:
-                return
-            plan = plan.replace(measurement=self.try_(plan))
-            self.least_seen = min(self.least_seen or plan, plan, key=_needed)
-
     def _first_by_hand(self, plans: Sequence[Plan], limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
 
@@ -392,7 +381,9 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
     what = f"the least peak that `{least.planner}` found"
     if plain.measurement is not None and _needed(plain) <= _needed(least):
         # where one equation holds the peak, what plans add is all that they do
-        what = f"what the function needs with nothing recomputed, and no plan of `{least.planner}` needs less"
+        is_sliced = any(eqn.params.get("name") == IN_SLICES for eqn in verifier.program.eqns)
+        sliced = " and runs of it in slices" if is_sliced else ""
+        what = f"what the function needs with nothing recomputed{sliced}, and no plan of `{least.planner}` needs less"
         least = plain.replace(timeline=least.plain_timeline)
     least_bytes = _needed(least)
     holders = _holders(finish(verifier.program, least, Budget()), least_bytes)

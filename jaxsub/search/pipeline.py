@@ -335,6 +335,8 @@ def _trusted(candidates: Candidates, n_bytes: int) -> Plan:
 
 def _mirrored(program: Program, settings: Settings, mirror: Sequence[int] | Callable[..., int]) -> Plan:
     """The user's own m(v): a sequence, or a function of nodes (the paper's section 4.5)."""
+    if isinstance(mirror, str):
+        raise ValueError(f"mirror= is the name {mirror!r}: give it a count, as in mirror={{{mirror!r}: 1}}.")
     nodes = program.graph.nodes
     counts = [mirror(node) for node in nodes] if callable(mirror) else list(mirror)
     if len(counts) != len(nodes):

@@ -30,6 +30,7 @@ from jaxsub.emission.chunks import first, flat, joined
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_places import Place
+from jaxsub.jaxpr.new_equations import call_eqn
 from jaxsub.jaxpr.trace import aval_bytes
 from jaxsub.step.flat_step import FlatStep, Values, run_twice
 from jaxsub.step.ordered_updates import Ordered, ordered
@@ -290,8 +291,7 @@ class _FusedScan:
             self.scan(env)
             return [env[v, None] for v in writes]
 
-        (one,) = compat.open_jaxpr(jax.make_jaxpr(jax.jit(with_updates))(*(v.aval for v in reads))).eqns
-        one = one.replace(invars=reads, outvars=writes)
+        one = call_eqn(with_updates, [v.aval for v in reads]).replace(invars=reads, outvars=writes)
         return replace(self.step, eqns=(*self.before, *self.axis.before, one, *self.axis.after))
 
     def names(self) -> list[Any]:

@@ -41,7 +41,7 @@ from jaxsub.search.verify import recalled
 from jaxsub.step.device import device_bytes, explaining
 from jaxsub.step.fused_update import Findings
 from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
-from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, with_options
+from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, under_jit
 from jaxsub.step.report import Argument, StepReport, arguments_of, infeasible, report
 from jaxsub.step.sizing import Attempt, Sizing
 
@@ -175,7 +175,7 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
     if fuse_updates:
         findings = Findings.on(jax.default_backend(), jax.device_count())
         run = fusing(run, statics_of(fun, jit_kwargs), jit_kwargs, findings)
-    return jax.jit(run, **with_options(jit_kwargs))
+    return under_jit(run, jit_kwargs)
 
 
 class Step(Wrapped[P, R]):
@@ -353,7 +353,7 @@ class Step(Wrapped[P, R]):
         run: Any = functools.wraps(self.fun)(call_sites.tried(self._called, trial))
         if self._fuses:
             run = fusing(run, self._statics, self._jit_kwargs, findings)
-        return jax.jit(run, **(with_options(self._jit_kwargs) if is_here else self._jit_kwargs))
+        return under_jit(run, self._jit_kwargs) if is_here else jax.jit(run, **self._jit_kwargs)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, CallSite]:
         """The sublinear functions inside the step, by fingerprint; nothing is compiled."""

@@ -132,8 +132,11 @@ class _Batches:
     least: list[Plan] = field(init=False, default_factory=list)
 
     def _step(self, batch: int) -> tuple[Step[..., Any], tuple[Any, ...]]:
-        fun, args = self.step_for_batch(batch)
-        return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)
+        found = self.step_for_batch(batch)
+        match found:
+            case (fun, [*args]) if callable(fun):
+                return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)
+        raise TypeError(f"step_for_batch({batch}) must return a step and a tuple of its arguments, got {found!r:.99}.")
 
     def plain_bytes(self, batch: int) -> int:
         """What the step takes as it stands."""

@@ -82,3 +82,27 @@ def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
     if not options:
         return jit_kwargs
     return {**jit_kwargs, "compiler_options": {**options, **(jit_kwargs.get("compiler_options") or {})}}
+
+
+def under_jit(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Any:
+    """A function under `jax.jit`, with the options that the compiler of the device in use needs."""
+    jitted, given = jax.jit(fun, **jit_kwargs), with_options(jit_kwargs)
+    return jitted if given is jit_kwargs else _Outermost(jax.jit(fun, **given), jitted)
+
+
+class _Outermost:
+    """A function under `jax.jit` whose compiler options are its own only where nothing is traced around it."""
+
+    def __init__(self, with_options: Any, inner: Any):
+        functools.update_wrapper(self, with_options)
+        self._with_options, self._inner = with_options, inner
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return (self._inner if compat.is_tracing() else self._with_options)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._with_options, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind it as a method is bound."""
+        return self if instance is None else functools.partial(self, instance)

@@ -49,6 +49,26 @@ def test_a_static_first_argument_is_passed_over():
         make(lambda n, w, x: layers(w, x, n), static_argnums=0, argnums=0)(3, W, X)
 
 
+def test_static_arguments_that_are_none_are_refused():
+    """Positions that the function does not have; a method's own object is named in what its refusal says."""
+    with pytest.raises(ValueError, match=r"static_argnums names \[5\], but the function takes 3 positional arguments"):
+        make(layers, static_argnums=5)(W, X)
+    assert make(lambda *args: layers(*args[:2]), static_argnums=5)(W, X).shape == ()
+
+    class Model:
+        @make
+        def loss(self, x):
+            return layers(W, x)
+
+    with pytest.raises(jaxsub.UnsupportedError, match=r"Name static arguments, such as a method's self"):
+        Model().loss(X)
+
+
+def test_a_mirror_count_by_name_needs_its_count():
+    with pytest.raises(ValueError, match=r"mirror= is the name 'h': give it a count, as in mirror=\{'h': 1\}"):
+        make(layers, mirror="h").plan(W, X)
+
+
 NOTHING = {
     "integers": (lambda x: x * 2, (3,)),
     "no arguments": (lambda: jnp.sin(W).sum(), ()),

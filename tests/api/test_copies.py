@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import jaxsub
+from jaxsub.core.errors import BudgetError, InfeasibleBudgetError, PlanMismatchError
+from jaxsub.step.device import OutOfMemoryError
 
 W, X = jnp.full((8, 8), 0.1), jnp.ones((4, 8))
 traces = []
@@ -148,3 +150,18 @@ def test_from_a_script_to_another_process(use):
     loss, grad = pickle.loads(made.stdout)
     np.testing.assert_allclose(loss(jnp.ones(3)), 6 * np.tanh(1), rtol=1e-6)
     np.testing.assert_allclose(grad(jnp.ones(3)), np.full(3, 2 - 2 * np.tanh(1) ** 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError("not a budget"),
+        InfeasibleBudgetError("too little", requested_bytes=1, least_bytes=2, holders=("a value",)),
+        PlanMismatchError("another", plan_fingerprint="a", function_fingerprint="b"),
+        OutOfMemoryError("no room", planned_bytes=1, memory_bytes=2, refused_bytes=None, try_bytes=3),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_another_process_whole(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -243,6 +243,11 @@ def test_json_of_any_nesting(counts):
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_json_of_another_kind_says_which():
+    with pytest.raises(ValueError, match=r"this is a jaxsub step plan, and no jaxsub plan; make a new one with jaxsub"):
+        Plan.from_json(json.dumps({"jaxsub_step_plan": 4}))
+
+
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "3", json.dumps({"jaxsub_plan": 0}), FULL.to_json().replace(': 4,\n "f', ': 3,\n "f')]
 )

@@ -322,6 +322,18 @@ def test_arrays_without_elements_are_sliced_too(count):
     chex.assert_trees_all_close(chunked(count)(X), f(X))
 
 
+def test_rules_that_call_their_own_function_are_followed_in_bodies_too():
+    """The rule of `log_sigmoid` reads `logaddexp`, whose rule calls it again: in a loop's body, three calls deep."""
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (jax.nn.log_sigmoid(x @ w), None), x, ws)[0].mean()
+
+    ws, x = jnp.asarray(RNG.normal(size=(4, 64, 64)) / 8, jnp.float32), jnp.ones((4096, 64))
+    wrapped = jaxsub.sublinear(loss, budget=0.3, cache=False)
+    assert wrapped.plan(ws, x).slices
+    chex.assert_trees_all_close(jax.grad(wrapped)(ws, x), jax.grad(loss)(ws, x), atol=1e-6)
+
+
 def test_gradients_of_narrow_weights_are_no_worse():
     """A weight that is cast to bfloat16 gets its gradient summed in float32: as near the truth as the plain one."""
 

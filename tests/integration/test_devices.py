@@ -50,3 +50,22 @@ def test_eight_devices():
     assert f.plan(jnp.zeros((16, 16)), jnp.zeros((64, 16))).n_regions > 0
     """
     in_a_process(LOSS + textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+
+
+def test_a_plan_that_cannot_know_of_the_devices_says_so():
+    """Planned for split arrays, the function is traced inside `jax.jit`, where no value says how it is split."""
+    code = """
+    import warnings
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(x, NamedSharding(mesh, P("d")))
+    given = jax.tree.map(lambda a: NamedSharding(mesh, P(*("d",) * (a is split))), (w, split))
+    for shardings, n_told in ((None, 1), (given, 0)):
+        f = jaxsub.sublinear(loss, budget="1GiB", verify=False, cache=False, in_shardings=shardings)
+        f.plan(w, split)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            jax.jit(jax.grad(f)).lower(w, split)
+        assert sum("Pass in_shardings= to it" in str(t.message) for t in told) == n_told, told
+    """
+    in_a_process(LOSS + textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=8")

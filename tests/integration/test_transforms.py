@@ -11,6 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from six_layers import XS, W, X, loss, planned, predicted, same
 
+import jaxsub
+
 saveable = jax.checkpoint_policies.dots_saveable
 
 
@@ -95,6 +97,37 @@ TRANSFORMS = {
 def test_composes(transform):
     """Every transformation gives of the planned function what it gives of the plain one."""
     same(transform(planned, W, X), transform(loss, W, X))
+
+
+INSIDE = {
+    "jit": lambda f: jax.jit(lambda w, x: f(w, x))(W, X),
+    "jaxsub.jit": lambda f: jaxsub.jit(lambda w, x: f(w, x))(W, X),
+    "scan": lambda f: lax.scan(lambda w, x: (w - f(w, x), None), W, XS.swapaxes(0, 1))[0],
+    "eval_shape": lambda f: jax.tree.map(lambda s: s.shape, jax.eval_shape(f, W, X)),
+    "make_jaxpr": lambda f: [aval.shape for aval in jax.make_jaxpr(f)(W, X).out_avals],
+    "vmap": lambda f: jax.vmap(f, in_axes=(None, 1))(W, XS),
+    "jit without arguments": lambda f: jax.jit(lambda: f(W, X))(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 1.0}])
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+def test_a_step_may_be_called_where_something_else_is_traced(inside, options):
+    """On JAX 0.10 a CPU's compiler needs an option, which JAX takes for the outermost `jit` alone."""
+    same(inside(jaxsub.jit(jax.grad(planned), **options)), inside(jax.jit(jax.grad(loss))))
+
+
+def test_loops_in_slices_without_jit():
+    """`jax.disable_jit` writes loops out in what is traced; slices are loops all the same."""
+    ws, x = jnp.stack([jnp.eye(64)] * 8), jnp.ones((4096, 64))
+
+    def scanned(ws, x):
+        return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+    with jax.disable_jit():
+        wrapped = jaxsub.sublinear(scanned, budget=0.3, cache=False)
+        assert wrapped.plan(ws, x).slices
+        same(jax.grad(wrapped)(ws, x), jax.grad(scanned)(ws, x))
 
 
 def test_the_plan_recomputes():

@@ -14,6 +14,7 @@ import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Segment
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.graph import graph_of
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
@@ -351,8 +352,8 @@ def test_loops_in_loops_recomputed_at_every_depth_are_met():
     assert flops[0].arithmetic_flops <= 1.005 * flops[1].arithmetic_flops
 
 
-def test_predictions_far_too_large_rule_no_plan_by_hand_out():
-    """Messages on edges: of a GPU's look-ups and maxima by segment far too much is predicted, regions included."""
+def test_messages_on_a_graph_recompute_less_than_by_hand():
+    """Half of the messages on edges are kept, where regions by hand keep none, in less memory than those need."""
     nodes, edges, width = 1024, 16384, 64
     sender, receiver = (np.random.default_rng(i).integers(0, nodes, edges) for i in range(2))
 
@@ -370,5 +371,5 @@ def test_predictions_far_too_large_rule_no_plan_by_hand_out():
     args = [(shape(2 * width, width), shape(width, width))] * 4, shape(nodes, width)
     by_hand = jaxsub.measure(partial(loss, f=jax.checkpoint(layer)), *args, target="h100").temp_bytes
     plan = jaxsub.plan(loss, *args, budget=0.6, target="h100", cache=False)
-    assert plan.measurement.temp_bytes <= 1.01 * by_hand
-    assert plan.planner == "by hand: full"
+    assert plan.measurement.temp_bytes <= by_hand
+    assert recomputed_share(plan) < 0.8

@@ -590,3 +590,17 @@ def test_a_gradient_that_does_not_scale_is_paid_for():
         program = trace(loss, (weights, x), {}, argnums=0)
         (found,) = next(runs for runs in find_runs(program, get_target("cpu"), 2**16).sets() if runs[0].start == 0)
         assert found.extra_share == pytest.approx(share, abs=0.01)
+
+
+def test_a_batch_of_no_rows_needs_nothing():
+    """Products of arrays without elements cost nothing, whatever their rows are."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    ws, x = [jnp.eye(64)] * 12, jnp.zeros((0, 64))
+    found = jax.grad(jaxsub.sublinear(loss, budget=0.9, cache=False))(ws, x)
+    for got, plain in zip(found, jax.grad(loss)(ws, x), strict=True):
+        np.testing.assert_array_equal(got, plain)

@@ -444,6 +444,8 @@ def test_a_batch_that_cannot_be_found_says_why():
         jaxsub.max_batch(step_for_batch, memory=0.5)
     with pytest.raises(ValueError, match="multiple_of=0"):
         jaxsub.max_batch(step_for_batch, memory="1GiB", multiple_of=0)
+    with pytest.raises(TypeError, match=r"step_for_batch\(1\) must return a step and a tuple of its arguments, got <"):
+        jaxsub.max_batch(lambda n: step_of(loss), memory="1GiB")
     with pytest.raises(jaxsub.InfeasibleBudgetError, match="wrap the loss"):
         jaxsub.max_batch(step_for_batch, memory="10KiB", progress=False)
 

@@ -1,0 +1,35 @@
+"""Make equations: of barriers, of slices, and of calls of a function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxsub.jaxpr import compat
+
+
+def call_eqn(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """An equation that calls a function, also under `jax.disable_jit()`."""
+    with jax.disable_jit(False):
+        (call,) = compat.open_jaxpr(jax.make_jaxpr(jax.jit(function))(*avals)).eqns
+    return call
+
+
+@functools.cache
+def barrier_eqn() -> Any:
+    """An equation of an optimization barrier, to replace the variables of."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).eqns[0]
+
+
+def slice_eqn(made: Any) -> Any:
+    """An equation that takes a variable from a larger array, a new variable: for analyses, not to be evaluated."""
+    return _slice_eqn().replace(invars=[compat.new_var(made.aval), *_slice_eqn().invars[1:]], outvars=[made])
+
+
+@functools.cache
+def _slice_eqn() -> Any:
+    pair = jax.ShapeDtypeStruct((2,), "float32")
+    return jax.make_jaxpr(lambda x: jax.lax.dynamic_slice(x, (0,), (1,)))(pair).eqns[-1]
