@@ -173,9 +173,8 @@ class Sublinear(Wrapped[P, R]):
         key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
         if key not in self._plans:
             if not program.is_sharded and any(known[0] == key[0] and any(known[2]) for known in self._plans):
-                warnings.warn("Planned for arrays of these shapes over several devices, this function is now traced "
-                              "where nothing says how they are split: the plan is another one, and its budget that of "
-                              "one device that holds all. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
+                warnings.warn("Planned for split arrays before, this function is now traced where nothing says how they "
+                              "are split, as for one device. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
             self._plans[key] = make_plan(program, self.settings)
             warn_of_repeated(program, self._plans[key])
         return self._plans[key]
@@ -408,6 +407,9 @@ class _Emitted:
             outputs = self._run(*inputs)
             self._jitted = self._run
             return outputs
+        except compat.NOT_FINITE:  # by `jax_debug_nans`, which names the operation that runs by itself
+            with jax.disable_jit():
+                return self._run(*inputs)
 
 
 def _name_of(fun: Callable[..., Any]) -> str:

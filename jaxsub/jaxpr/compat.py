@@ -21,12 +21,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 try:
     from jax._src import ad_checkpoint, source_info_util
+    from jax._src import api_util as jax_api_util
     from jax._src import callback as jax_callback
     from jax._src import config as jax_config
     from jax._src import core as jax_core
 except ImportError:  # private: any version may remove them
-    ad_checkpoint = jax_callback = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
+    ad_checkpoint = jax_api_util = jax_callback = jax_config = jax_core = source_info_util = None  # type: ignore[assignment]
 
+NOT_FINITE: Any = getattr(jax_api_util, "InternalFloatingPointError", ())
+"""What `jax_debug_nans` raises of a compiled call whose equations it does not run one by one."""
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 LEFT_OUT: ContextVar[bool] = ContextVar("callbacks_left_out", default=False)
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))

@@ -29,6 +29,16 @@ def test_strict_promotion_leaks_checks_and_nans():
         jax.grad(predicted(lambda w: jnp.sum(jnp.log(jnp.tanh(w - 5) @ w) @ w)))(W)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_nans_are_found_in_slices(around):
+    """The operation is named, as without `sublinear`, not the call that runs it a slice at a time."""
+    planned = jaxsub.sublinear(lambda w, x: jnp.mean(jnp.log(jnp.tanh(x @ w) - 2) ** 2), chunks={0: 8}, cache=False)
+    w, x = jnp.eye(8), jnp.ones((64, 8))
+    assert planned.plan(w, x).slices
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
+        around(jax.grad(planned))(w, x)
+
+
 def test_x64_in_a_context():
     """Inside jax.enable_x64 the function is traced, priced and compiled in 64 bits, and in 32 outside."""
     f = jaxsub.sublinear(loss, cache=False, progress=False)
