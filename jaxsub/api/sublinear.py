@@ -173,8 +173,8 @@ class Sublinear(Wrapped[P, R]):
         key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
         if key not in self._plans:
             if not program.is_sharded and any(known[0] == key[0] and any(known[2]) for known in self._plans):
-                warnings.warn("Planned for split arrays before, this function is now traced where nothing says how they "
-                              "are split, as for one device. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
+                warnings.warn("Planned for split arrays before, this function is now traced where nothing says how "
+                              "they are split, as for one device. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
             self._plans[key] = make_plan(program, self.settings)
             warn_of_repeated(program, self._plans[key])
         return self._plans[key]
