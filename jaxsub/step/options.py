@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -86,23 +87,35 @@ def with_options(jit_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def under_jit(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Any:
     """A function under `jax.jit`, with the options that the compiler of the device in use needs."""
-    jitted, given = jax.jit(fun, **jit_kwargs), with_options(jit_kwargs)
-    return jitted if given is jit_kwargs else _Outermost(jax.jit(fun, **given), jitted)
+    given = with_options(jit_kwargs)
+    return jax.jit(fun, **jit_kwargs) if given is jit_kwargs else _Outermost(fun, jit_kwargs, given)
 
 
 class _Outermost:
-    """A function under `jax.jit` whose compiler options are its own only where nothing is traced around it."""
+    """A function under `jax.jit` whose compiler has options where nothing is traced around it: elsewhere JAX has none.
 
-    def __init__(self, with_options: Any, inner: Any):
-        functools.update_wrapper(self, with_options)
-        self._with_options, self._inner = with_options, inner
+    Attributes:
+        lower, trace, eval_shape: As those of the function under `jax.jit`.
+    """
+
+    def __init__(self, fun: Callable[..., Any], jit_kwargs: dict[str, Any], given: dict[str, Any]):
+        self._made_of = fun, jit_kwargs
+        self._outermost: Any = jax.jit(fun, **given)
+        self._inner: Any = jax.jit(fun, **jit_kwargs)
+        functools.update_wrapper(self, self._outermost)
+        self.lower, self.trace = self._outermost.lower, self._outermost.trace
+        self.eval_shape = self._outermost.eval_shape
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return (self._inner if compat.is_tracing() else self._with_options)(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._with_options, name)
+        return (self._inner if compat.is_tracing() else self._outermost)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Bind it as a method is bound."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return under_jit, self._made_of
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled."""
+        self._outermost.clear_cache()
+        self._inner.clear_cache()

@@ -165,3 +165,23 @@ def test_from_a_script_to_another_process(use):
 def test_errors_reach_another_process_whole(error):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+@jax.tree_util.register_static
+class Doubling:
+    by = 2.0
+
+    @jaxsub.jit
+    def times(self, x):
+        return self.by * x
+
+
+def test_functions_without_a_memory_are_copied_and_bound_as_those_of_jax_are():
+    """On a CPU before JAX 0.11.2 it is no function of `jax.jit` itself, and works like one."""
+    jitted = jaxsub.jit(plain, donate_argnums=())
+    assert isinstance(jitted, jax.stages.Wrapped)
+    assert jitted.lower(W, X).compile()(W, X) == jitted(W, X)
+    for again in (copy.copy(jitted), copy.deepcopy(jitted), pickle.loads(cloudpickle.dumps(jitted))):
+        np.testing.assert_allclose(again(W, X), jitted(W, X))
+    jitted.clear_cache()
+    np.testing.assert_allclose(Doubling().times(X), 2 * X)
