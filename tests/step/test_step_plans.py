@@ -264,5 +264,5 @@ def test_other_errors_of_the_runtime_are_left_alone():
 
 def test_a_plan_of_a_function_is_no_plan_of_a_step():
     """Each kind of plan says what the other is not."""
-    with pytest.raises(ValueError, match="this is no jaxsub step plan"):
+    with pytest.raises(ValueError, match="this is a jaxsub plan, and no jaxsub step plan"):
         StepPlan.from_json(Plan("f", jaxsub.Budget(), 2).to_json())
