@@ -20,7 +20,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.inline import flatten_jaxpr, scope_of
-from jaxsub.jaxpr.trace import Program, aval_bytes, in_its_width
+from jaxsub.jaxpr.trace import Program, aval_bytes, with_own_settings
 from jaxsub.partition.run_function import read_avals, run_function, vjp_of
 from jaxsub.search.sliceable import Sliceable, sliceable
 
@@ -212,7 +212,7 @@ def explain(
     return explanation_of(trace_call(fun, args, kwargs, argnums), target)
 
 
-@in_its_width
+@with_own_settings
 def explanation_of(program: Program, target: Any = None) -> Explanation:
     """The explanation of a traced program."""
     found = residuals_of(program)

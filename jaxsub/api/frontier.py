@@ -23,7 +23,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import in_slices
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
-from jaxsub.jaxpr.trace import in_its_width
+from jaxsub.jaxpr.trace import with_own_settings
 from jaxsub.planners import get
 from jaxsub.search.annotate import opened
 from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
@@ -160,7 +160,7 @@ def frontier(
     return frontier_of(pricer, points, marked, is_measured=verify, chunks=chunks)
 
 
-@in_its_width
+@with_own_settings
 def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False,
                 chunks: Chunks = False) -> Frontier:  # fmt: skip
     """The frontier of a program whose stages a pricer prices."""

@@ -172,7 +172,7 @@ class Sublinear(Wrapped[P, R]):
     def _plan_for(self, program: Program) -> Plan:
         key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
         if key not in self._plans:
-            if not program.is_sharded and any(known[0] == key[0] and any(known[2]) for known in self._plans):
+            if not program.is_sharded and any(split for known, _, split, _ in self._plans if known == key[0]):
                 warnings.warn("Planned for split arrays before, this function is now traced where nothing says how "
                               "they are split, as for one device. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
             self._plans[key] = make_plan(program, self.settings)

@@ -6,6 +6,7 @@ do next. All of them derive from `JaxsubError` and from the built-in exception a
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 from jaxsub.core.measurement import Measurement
@@ -15,14 +16,7 @@ class JaxsubError(Exception):
     """Base of every exception that jaxsub raises on purpose; it can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _anew, (type(self), self.args), self.__dict__
-
-
-def _anew(kind: type[JaxsubError], args: tuple[Any, ...]) -> JaxsubError:
-    """An exception as it was; its own figures are its state."""
-    error = kind.__new__(kind, *args)
-    error.args = args
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class BudgetError(JaxsubError, ValueError):

@@ -44,10 +44,9 @@ class Stored:
         """
         data, words = codec.parse(text), cls.kind.replace("_", " ")
         if not isinstance(data, dict) or data.pop(cls.kind, None) != SCHEMA:
-            keys = [key for key in (data if isinstance(data, dict) else ()) if key.startswith("jaxsub_")]
-            kinds = [key.replace("_", " ") for key in keys]
-            told = f"this is a {kinds[0]}, and no {words}" if kinds else f"this is no {words} of version {SCHEMA}"
-            raise ValueError(f"{told}; make a new one with {cls.remedy}")
+            other = next((key for key in data if key.startswith("jaxsub_")), "") if isinstance(data, dict) else ""
+            of_kind = f"a {other.replace('_', ' ')}, and no {words}" if other else f"no {words} of version {SCHEMA}"
+            raise ValueError(f"this is {of_kind}; make a new one with {cls.remedy}")
         found = cast(Self, codec.convert(data, cls))
         if faults := found.faults():
             what = f"these fields of the {words.split()[-1]} cannot be"

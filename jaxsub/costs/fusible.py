@@ -91,7 +91,7 @@ def masked_bytes(eqn: Any) -> int:
 
 
 def fuses_updates(eqn: Any, is_cpu: bool) -> bool:
-    """Tell whether an equation fuses the work on what it scatters, as a GPU's does."""
+    """Tell whether an equation is a scatter that is fused with the work on its updates: a GPU's is."""
     return not is_cpu and bool(eqn.primitive.name.startswith("scatter"))
 
 

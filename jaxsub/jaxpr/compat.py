@@ -376,10 +376,15 @@ def trace_context() -> tuple[Any, ...]:
     return tuple(getattr(jax.config, f"jax_{name}") for name in names)
 
 
-def is_tracing() -> bool:
-    """Tell whether JAX traces a function that this call is in; without a private check it is taken for granted not."""
-    is_clean = getattr(jax_core, "trace_state_clean", None)
-    return is_clean is not None and not is_clean()
+def is_staged() -> bool:
+    """Tell whether a call here becomes part of what JAX traces; under `vmap` and `jvp` alone it runs at once.
+
+    Without the private traces it is taken to run at once, and JAX says what it does not like.
+    """
+    trace: Any = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
+    while type(trace).__name__ in ("BatchTrace", "JVPTrace"):
+        trace = trace.parent_trace
+    return type(trace).__name__ not in ("EvalTrace", "NoneType")
 
 
 @contextlib.contextmanager

@@ -21,13 +21,18 @@ IN_SLICES = "jaxsub_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""
 
 
+def runs_in_slices(eqn: Any) -> bool:
+    """Tell whether an equation executes a run of equations in slices."""
+    return bool(eqn.params.get("name") == IN_SLICES)
+
+
 def flatten_jaxpr(
     closed: Any, *, keeps_slices: bool = False, opened: Sequence[str] = ()
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Inline calls, and primitives in `opened`; return equations, inputs (constants first), outputs and constants."""
 
     def body_of(eqn: Any) -> Any:
-        if keeps_slices and eqn.params.get("name") == IN_SLICES:
+        if keeps_slices and runs_in_slices(eqn):
             return None
         return eqn.params["jaxpr"] if eqn.primitive.name in opened else compat.inlined_body(eqn)
 

@@ -131,10 +131,10 @@ def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
-def in_its_width(work: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function of a program, its first argument or an attribute of that, in the context `as_wide_as` it.
+def with_own_settings(work: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function of a program, its first argument or an attribute of that, in what it needs of JAX's settings.
 
-    What it traces has loops that are equations also under `jax.disable_jit()`.
+    These are `as_wide_as` it, and loops that are traced as equations also under `jax.disable_jit()`.
     """
 
     @functools.wraps(work)

@@ -29,7 +29,7 @@ from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
-from jaxsub.jaxpr.inline import IN_SLICES
+from jaxsub.jaxpr.inline import runs_in_slices
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition
@@ -381,7 +381,7 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
     what = f"the least peak that `{least.planner}` found"
     if plain.measurement is not None and _needed(plain) <= _needed(least):
         # where one equation holds the peak, what plans add is all that they do
-        is_sliced = any(eqn.params.get("name") == IN_SLICES for eqn in verifier.program.eqns)
+        is_sliced = any(map(runs_in_slices, verifier.program.eqns))
         sliced = " and runs of it in slices" if is_sliced else ""
         what = f"what the function needs with nothing recomputed{sliced}, and no plan of `{least.planner}` needs less"
         least = plain.replace(timeline=least.plain_timeline)

@@ -29,7 +29,7 @@ from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, gathered_bytes
-from jaxsub.jaxpr.trace import Program, in_its_width
+from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
 from jaxsub.planners.memo import Memo
@@ -94,7 +94,7 @@ class Settings:
             raise ValueError(f'profile is True, False or "roofline", got {self.profile!r}')
 
 
-@in_its_width
+@with_own_settings
 def make_plan(program: Program, settings: Settings) -> Plan:
     """Plan a traced program.
 
@@ -277,7 +277,7 @@ def _fits(plan: Plan, n_bytes: int) -> bool:
     return plan.measurement is None or plan.measurement.temp_bytes <= n_bytes
 
 
-@in_its_width
+@with_own_settings
 def can_plan(program: Program) -> bool:
     """Whether a plan could do anything for a program: its gradient can be taken."""
     active = any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs)

@@ -19,14 +19,14 @@ from jaxsub.core.plan import Plan
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, walk
-from jaxsub.jaxpr.trace import Program, in_its_width
+from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.search.verify import gradient
 
 MOST_NAMED = 3
 """How many equations are named; of the others it is said how many there are."""
 
 
-@in_its_width
+@with_own_settings
 def warn_of_repeated(program: Program, plan: Plan) -> None:
     """Warn of side effects that the gradient under a plan has more often than the plain one."""
     if not (plan.segments or plan.loops) or not any(map(_may_report_again, program.eqns)):

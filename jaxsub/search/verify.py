@@ -33,7 +33,7 @@ from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.shardings import constrain, placed
-from jaxsub.jaxpr.trace import Program, in_its_width
+from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.partition.cuts import find_cuts, shares_most_weights, widening_head
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.planners import get
@@ -78,7 +78,7 @@ def gradient(program: Program, flat: Callable[..., Sequence[Any]]) -> tuple[Call
     return of, ([shape for i, shape in enumerate(every) if i not in constants], outs)
 
 
-@in_its_width
+@with_own_settings
 def measured(program: Program, flat: Callable[..., Sequence[Any]], target: Target) -> Measurement:
     """What the compiler allocates for the gradient of a program, given as a function of its flat inputs."""
     return measure_compiled(*gradient(program, flat), target)

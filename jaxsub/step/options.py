@@ -92,7 +92,9 @@ def under_jit(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Any:
 
 
 class _Outermost:
-    """A function under `jax.jit` whose compiler has options where nothing is traced around it: elsewhere JAX has none.
+    """A function under `jax.jit` with compiler options, which JAX takes of the outermost `jit` alone.
+
+    Inside another trace it has none: what is compiled there has those of the outermost function.
 
     Attributes:
         lower, trace, eval_shape: As those of the function under `jax.jit`.
@@ -107,7 +109,7 @@ class _Outermost:
         self.eval_shape = self._outermost.eval_shape
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return (self._inner if compat.is_tracing() else self._outermost)(*args, **kwargs)
+        return (self._inner if compat.is_staged() else self._outermost)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -378,7 +378,7 @@ def test_messages_of_a_graph_are_stored_where_the_compiler_stores_them(messages,
     size, edges = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((65_536,), jnp.int32)
     layers = [(size((64, 64), jnp.float32), *[size((64, *width), jnp.float32)] * 2)] * 4
     program = trace(loss, (layers, size((4096, 64), jnp.float32), edges, edges), {}, argnums=0)
-    assert abs(over(program, store, get_target(target))) < (0.75 if messages is _of_sums else 0.35)
+    assert abs(over(program, store, get_target(target))) < (0.75 if (messages, target) == (_of_sums, "h100") else 0.35)
 
 
 @pytest.mark.parametrize("batch", [15, 16])

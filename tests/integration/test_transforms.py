@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from six_layers import XS, W, X, loss, planned, predicted, same
 
 import jaxsub
+from jaxsub.jaxpr import compat
 
 saveable = jax.checkpoint_policies.dots_saveable
 
@@ -115,6 +116,29 @@ INSIDE = {
 def test_a_step_may_be_called_where_something_else_is_traced(inside, options):
     """On JAX 0.10 a CPU's compiler needs an option, which JAX takes for the outermost `jit` alone."""
     same(inside(jaxsub.jit(jax.grad(planned), **options)), inside(jax.jit(jax.grad(loss))))
+
+
+STAGED = {
+    "at once": (lambda f: f, False),
+    "vmap": (lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x])), False),
+    "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (x,)), False),
+    "jit": (jax.jit, True),
+    "grad": (jax.grad, True),
+    "vmap of jit": (lambda f: lambda x: jax.vmap(jax.jit(f))(jnp.stack([x, x])), True),
+}
+
+
+@pytest.mark.parametrize(("inside", "is_staged"), STAGED.values(), ids=STAGED)
+def test_what_runs_at_once_keeps_its_compiler_options(inside, is_staged):
+    """What a map calls is compiled by itself; what is staged has the options of the function that it is part of."""
+    found = []
+
+    def look(x):
+        found.append(compat.is_staged())
+        return x
+
+    inside(look)(1.0)
+    assert found[0] == is_staged
 
 
 def test_loops_in_slices_without_jit():
