@@ -185,28 +185,35 @@ class _Search:
             is_slow = self._is_slow(runs)
             if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), fixed_cost(runs))):
                 continue
-            if runs and not self.is_asked and self._is_refused_alike(runs):
+            is_alike = bool(runs) and not self.is_asked and self._is_refused_alike(runs)
+            if is_alike and not self._is_misjudged():
                 continue
-            try:
-                plan = self.planned(runs, self._corrected() if runs else self.budget)
-            except InfeasibleBudgetError as refused:
-                if not self.plans and (runs or self._may_err()):
-                    yield (True, False, 0.0, refused.least_bytes / (TUNING.prediction_error if runs else 1.0)), runs
-            else:
-                share = round(cost_of(plan) - (0.0 if runs else TUNING.compile_gain), 3)
-                known = known if is_slow else min(known, share)
-                if cost_of(plan) < most or (self.is_asked and self._spares(plan)):
-                    yield (False, is_slow, share, number), runs
+            found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
+            if is_alike or not isinstance(found, Plan):
+                needed = needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
+                least = needed / (TUNING.prediction_error if runs else 1.0)
+                if not self.plans and (least < self._least_measured() if runs else self._may_err()):
+                    yield (True, False, 0.0, least), runs
+                continue
+            share = round(cost_of(found) - (0.0 if runs else TUNING.compile_gain), 3)
+            known = known if is_slow else min(known, share)
+            if cost_of(found) < most or (self.is_asked and self._spares(found)):
+                yield (False, is_slow, share, number), runs
+
+    def _least_measured(self, of: Runs | None = None) -> float:
+        """The least that was measured of what does not fit, with some runs in slices or any; infinite if nothing."""
+        measured = (refused.least_bytes for refused, runs in self.refusals if of is None or runs == of)
+        return min(filter(None, measured), default=math.inf)
 
     def _is_refused_alike(self, runs: Runs) -> bool:
-        """Whether the program without slices was refused, and with them is predicted to need no less.
-
-        Where it needed far more than was predicted, predictions say nothing of slices.
-        """
-        leasts = [refused.least_bytes for refused, refused_runs in self.refusals if not refused_runs]
-        if self.plans or not leasts or min(leasts) > TUNING.prediction_error * (least := self._least_bytes(WHOLE)):
+        """Whether the program without slices was refused, and with them is predicted to need no less."""
+        if self.plans or self._least_measured(WHOLE) == math.inf:
             return False
-        return self._least_bytes(runs) > (1 - TUNING.between_gap) * least
+        return self._least_bytes(runs) > (1 - TUNING.between_gap) * self._least_bytes(WHOLE)
+
+    def _is_misjudged(self) -> bool:
+        """Whether the program without slices needs far more than predicted: then predictions say little of slices."""
+        return self._least_measured(WHOLE) > TUNING.prediction_error * self._least_bytes(WHOLE)
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
@@ -244,17 +251,21 @@ class _Search:
         return min(map(cost_of, self.plans), default=math.inf)
 
     def planned(self, runs: Runs, budget: Budget) -> Plan:
-        """Plan with some runs in slices by prediction alone; that is done once."""
+        """Plan with some runs in slices by prediction alone."""
+        found = self._plan_or_refusal(runs, budget)
+        if not isinstance(found, Plan):
+            raise found
+        return found
+
+    def _plan_or_refusal(self, runs: Runs, budget: Budget) -> Plan | InfeasibleBudgetError:
+        """The plan by prediction alone, or the refusal; that is done once."""
         key = runs, budget
         if key not in self.predicted:
             try:
                 self.predicted[key] = in_slices(self.program, runs, budget, self.whole, True)
             except InfeasibleBudgetError as refused:
                 self.predicted[key] = refused
-        found = self.predicted[key]
-        if not isinstance(found, Plan):
-            raise found
-        return found
+        return self.predicted[key]
 
     def _fewest(self, runs: Runs, plan: Plan | None = None) -> Runs:
         """The same runs in as few slices as may fit and recompute no more.
@@ -286,18 +297,12 @@ class _Search:
         known, low, high = {0: needed}, 0, len(every)
         while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
             there = there if there < high else (low + high) // 2
-            found = self._planned_or_none(every[there], Budget(n_bytes))
-            if found is None or round(cost_of(found), 3) > round(most, 3):
+            found = self._plan_or_refusal(every[there], Budget(n_bytes))
+            if not isinstance(found, Plan) or round(cost_of(found), 3) > round(most, 3):
                 high = there
             else:
                 low, known[there] = there, needed_bytes(found)
         return every[low]
-
-    def _planned_or_none(self, runs: Runs, budget: Budget) -> Plan | None:
-        try:
-            return self.planned(runs, budget)
-        except InfeasibleBudgetError:
-            return None
 
     def _try(self, runs: Runs, known_share: float = math.inf) -> bool:
         """Plan with the compiler; only what recomputes less than `known_share`, unless slices were asked for."""

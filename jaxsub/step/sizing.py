@@ -243,14 +243,15 @@ class Sizing:
             yield {key: ladder.usual() for key, ladder in ladders}
 
     def _relax(self, best: Attempt, n_bytes: int) -> None:
-        """Give each function its own plan back where the step still fits, the costliest first."""
+        """Give each function its own plan back where that spares enough and the step still fits, costliest first."""
         if len(self.ladders) == 1:
             return
         plans = dict(best.plans)
         cost = {key: _extra_flops(plan) for key, plan in plans.items()}
+        least = TUNING.compile_gain * sum(p.prediction.forward_flops for p in plans.values() if p.prediction)
         for key in sorted(self.ladders, key=lambda key: -cost[key]):
             relaxed = {**plans, key: self.ladders[key].site.own}
-            if cost[key] > 0 and self._fits(self.attempt(relaxed), n_bytes):
+            if cost[key] > least and self._fits(self.attempt(relaxed), n_bytes):
                 plans = relaxed
 
 
