@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.random_bits import is_threefry
 from jaxsub.jaxpr.trace import array_bytes, aval_bytes
 
 VIEWS = frozenset(
@@ -55,7 +56,7 @@ def is_fusible(eqn: Any, is_cpu: bool = True) -> bool:
         or is_reduction(eqn)
         or any(not is_fusible(inner, is_cpu) for body in bodies_of(eqn) for inner in body.eqns)
         or eqn.primitive.name in LOOPS
-        or (len(eqn.outvars) != 1 and eqn.primitive.name != "split")
+        or (len(eqn.outvars) != 1 and eqn.primitive.name not in ("split", "threefry2x32"))
         or eqn.primitive.name.startswith("scatter")
         or eqn.primitive.name in WINDOWS
         or (is_cpu and threefry_bytes(eqn) > 0)
@@ -68,9 +69,9 @@ def threefry_bytes(eqn: Any) -> int:
     It is a loop there, which copies its state as it begins. Its result is never made: what reads it adds the words of
     the state up itself, so that the state lives as long as it is read (n words drawn: 3 n beside the result, measured).
     """
-    if eqn.primitive.name != "random_bits" or "fry" not in str(eqn.invars[0].aval.dtype):
+    if not is_threefry(eqn):
         return 0
-    return int(2 * math.prod(eqn.outvars[0].aval.shape) * max(4, eqn.params["bit_width"] // 8))
+    return int(2 * math.prod(eqn.outvars[0].aval.shape) * max(4, eqn.params.get("bit_width", 32) // 8))
 
 
 def masked_bytes(eqn: Any) -> int:

@@ -364,7 +364,7 @@ class Lives:
         eqn, sizes = self.eqns[position], tuple(map(self._bytes, made))
         inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
         if self.is_cpu and (state := threefry_bytes(eqn)):
-            sizes, inner = (state,), state
+            sizes, inner = (state, *(0 for _ in made[1:])), state
         are_stored = self.stored.issuperset(map(self.base, filter(compat.is_var, eqn.invars)))
         is_late = self._elementwise[position] and are_stored
         each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))

@@ -41,6 +41,7 @@ PARTS: Mapping[str, Mapping[str, int]] = {
     "reduce_sum": {"add": 1},
     "exp2": {"mul": 1, "exp": 1},
     "random_bits": {"xor": 116},
+    "threefry2x32": {"xor": 116},
     "logistic": {"neg": 1, "exp": 1, "add": 1, "div": 1},
     "atan": {"atan2": 1},
     "erfc": {"mul": 51, "add": 21, "sub": 2, "div": 2, "exp": 1, "select_n": 10},

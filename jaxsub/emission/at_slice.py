@@ -21,6 +21,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body, Step
 from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
+from jaxsub.jaxpr.random_bits import part_of_bits
 
 Env = dict[tuple[Any, Place | None], Any]
 """Values of variables: whole ones, totals among them, and slices."""
@@ -30,11 +31,21 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A slice: the unit it starts at, how many units it has, and over which devices the axis is split."""
+    """A slice: the unit it starts at, how many units it has; over which devices the axis is split, and its length."""
 
     start: Any
     size: int
     split: Split = UNSPLIT
+    length: int = 0
+
+    def index(self, unit: int) -> Any:
+        """Where in the axis the elements of the slice are, so many for each unit: its share of what each device has."""
+        start, parts = jnp.asarray(self.start * unit, jnp.int32), self.split.parts
+        share = jax.lax.iota(jnp.int32, self.size * unit // parts)
+        if parts == 1:
+            return start + share
+        first = jax.lax.iota(jnp.int32, parts) * (self.length * unit // parts)
+        return (first[:, None] + (start // parts + share)).ravel()
 
 
 def read(env: Env, atom: Any, place: Place | None) -> Any:
@@ -83,11 +94,26 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
         with compat.standing_at(step.eqn):
             return _with_bodies(step, args, at)
     shapes = [_shape_at(v.aval, out, at) for v, out in zip(step.writes, step.outs, strict=True)]
-    found = _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args)
-    first = step.outs[0] if step.eqn.primitive.name == "iota" else None
-    if isinstance(first, Place) and first.dim == step.eqn.params["dimension"]:
-        found = [found[0] + jnp.asarray(at.start * first.unit, found[0].dtype)]
-    return found
+    if (found := _by_position(step, args, shapes[0], at)) is not None:
+        return [found]
+    return _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args)
+
+
+def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At) -> Any:
+    """What depends on where in the axis the slice is, `None` for all other equations."""
+    place, params = step.outs[0], step.eqn.params
+    if not isinstance(place, Place):
+        return None
+    match step.eqn.primitive.name:
+        case "iota" if place.dim == params["dimension"]:
+            with compat.standing_at(step.eqn):
+                return jax.lax.broadcast_in_dim(at.index(place.unit).astype(params["dtype"]), shape, (place.dim,))
+        case "random_bits" if place.dim >= args[0].ndim:
+            dim = place.dim - args[0].ndim
+            with compat.standing_at(step.eqn):
+                index = at.index(place.unit).astype(jnp.uint32)
+                return part_of_bits(args[0], params["bit_width"], params["shape"], dim, index)
+    return None
 
 
 def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:

@@ -149,7 +149,7 @@ class _Slices:
             return tuple(self.planned(jnp.asarray(start, jnp.int32), *parts, *wholes))
         env: Env = dict(zip(self.axis.cut, parts, strict=True))
         env.update({(v, None): x for v, x in zip(self.axis.reads, wholes, strict=True)})
-        evaluate(self.axis.steps, env, At(start, size, self.split))
+        evaluate(self.axis.steps, env, At(start, size, self.split, self.axis.length))
         states = zip(self.wanted, self.states(), strict=True)
         return tuple(env[v, s if isinstance(s, Place) else None] for v, s in states)
 

@@ -318,7 +318,7 @@ class _Emitter:
         """What the keys are made of that a run draws random bits with: a CPU would draw all runs' at the start."""
         keys: set[int] = set()
         for node in reversed(self.program.graph.nodes[piece.start : piece.stop]):
-            if node.primitive.startswith("random_") or not keys.isdisjoint(node.outputs):
+            if node.primitive.startswith(("random_", "threefry")) or not keys.isdisjoint(node.outputs):
                 keys.update(node.inputs)
         return [v for v in self._reads(piece) if v in keys]
 

@@ -9,8 +9,8 @@ axis and a total over it (batch statistics, a softmax over the axis) ends the ru
 source line.
 
 Values that have the axis's length in their shape but do not depend on it (masks, tables, labels) are sliced too: inputs
-directly, elementwise work and broadcasts by evaluating them at the slice's shape, all others as whole values. So random
-bits are drawn whole. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices too.
+directly, elementwise work, broadcasts and random bits by evaluating them at the slice's shape, all others as whole
+values. Rules of `custom_jvp` and `custom_vjp` are traced at the whole shape, and run in slices too.
 
 Where an equation drops the last units, as `logits[:, :-1]` does, the equations before it run for the first units alone,
 if nothing else reads the others.
@@ -22,15 +22,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step
+from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step, live_steps
 from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule, is_inexact
 from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
-from jaxsub.jaxpr.axis_rules import first_units, needs_at, rule_of
+from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.trace import ZERO_TANGENT
@@ -144,7 +142,8 @@ def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[S
                     outs[i] = want
                 elif want is not None and outs[i] != want:
                     raise NoRule(f"a result of the program inside is carried as {outs[i]} and as {want}")
-            return Body(jaxpr, consts, tuple(ins), tuple(walk.steps), tuple(outs))
+            steps = live_steps(walk.steps, jaxpr.outvars, outs)
+            return Body(jaxpr, consts, tuple(ins), steps, tuple(outs))
         except _Refined as more:
             ins[jaxpr.invars.index(more.var)] = more.place
 
@@ -238,13 +237,13 @@ class _Walk:
             return
         self.placed.add((atom, place))
         eqn = self.makers.get(atom)
-        needs = needs_at(eqn, place, units_of(atom, place)) if eqn is not None else None
-        if eqn is None or needs is None:
+        step = None if eqn is None else _made_in_slice(eqn, atom, place, self.order)
+        if step is None:
             self.sliced(atom, place)
             return
-        for a, need in zip(eqn.invars, needs, strict=True):
+        for a, need in zip(step.reads, step.needs, strict=True):
             self.need(a, need)
-        self.steps.append(Step(eqn, tuple(eqn.invars), tuple(needs), tuple(eqn.outvars), (place,)))
+        self.steps.append(step)
 
     def sliced(self, atom: Any, place: Place) -> None:
         raise NotImplementedError
@@ -266,7 +265,7 @@ class _Inside(_Walk):
         """Let a linear equation run on a part of a sum."""
         if any(isinstance(i, Place) or (isinstance(i, Total) and i.how != "sum") for i in ins):
             raise NoRule("it reads a total over the axis, and what carries the axis")
-        if _narrows(eqn) or not is_linear_equation(eqn, [isinstance(i, Total) for i in ins]):
+        if narrows(eqn) or not is_linear_equation(eqn, [isinstance(i, Total) for i in ins]):
             raise NoRule("it reads a total over the axis before the axis ends")
         self.whole(eqn, Total())
 
@@ -356,7 +355,7 @@ class _Run(_Walk):
     def need(self, atom: Any, place: Place | None) -> None:
         _Walk.need(self, atom, place)
         eqn = self.makers.get(atom) if compat.is_var(atom) and place is None else None
-        if eqn is not None and eqn.primitive.name == "convert_element_type" and _narrows(eqn) and atom not in self.cast:
+        if eqn is not None and eqn.primitive.name == "convert_element_type" and narrows(eqn) and atom not in self.cast:
             # weights are cast in each slice, so that their gradients are summed at their own precision
             self.cast.add(atom)
             self.steps.append(Step(eqn, tuple(eqn.invars), (None,), tuple(eqn.outvars), (None,)))
@@ -403,12 +402,19 @@ class _Run(_Walk):
                     places, tuple(dict.fromkeys(reads)))  # fmt: skip
 
 
+def _made_in_slice(eqn: Any, atom: Any, place: Place, order: int) -> Step | None:
+    """A whole equation at the slice's shape, to make one of its results there; `None` where it is not made so."""
+    n, inner = units_of(atom, place), compat.inlined_body(eqn)
+    if inner is None:
+        needs = needs_at(eqn, place, n)
+        return None if needs is None else Step(eqn, tuple(eqn.invars), needs, tuple(eqn.outvars), (place,))
+    try:
+        body = body_of(inner, [None] * len(eqn.invars), n, [place if v is atom else None for v in eqn.outvars], order)
+    except NoRule:
+        return None
+    is_sliced = any(step.eqn is None for step in body.steps)  # a whole value is, which each slice would make
+    return None if is_sliced else Step(eqn, tuple(eqn.invars), body.ins, tuple(eqn.outvars), body.outs, (body,))
+
+
 def _is_constraint(eqn: Any) -> bool:
     return bool(eqn.primitive.name == "sharding_constraint")
-
-
-def _narrows(eqn: Any) -> bool:
-    """Tell whether an equation is a cast from floats to narrower ones."""
-    old, new = (a.aval.dtype for a in (eqn.invars[0], eqn.outvars[0]))
-    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    return bool(are_floats and old.itemsize > new.itemsize)

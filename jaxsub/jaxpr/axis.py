@@ -94,3 +94,16 @@ class Axis:
     after: tuple[Any, ...]
     places: dict[Any, State]
     reads: tuple[Any, ...]
+
+
+def live_steps(steps: Sequence[Step], results: Sequence[Any], outs: Sequence[State]) -> tuple[Step, ...]:
+    """Those of some steps that results need, carried as they are."""
+    pairs = zip(results, outs, strict=True)
+    wanted = {(a, o if isinstance(o, Place) else None) for a, o in pairs if compat.is_var(a)}
+    found: list[Step] = []
+    for step in reversed(steps):
+        made = zip(step.writes, step.outs, strict=True)
+        if any((v, o if isinstance(o, Place) else None) in wanted for v, o in made):
+            found.append(step)
+            wanted.update((a, need) for a, need in zip(step.reads, step.needs, strict=True) if compat.is_var(a))
+    return tuple(found[::-1])

@@ -44,10 +44,8 @@ def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[An
 
 
 def reads_positions(steps: Iterable[Step]) -> bool:
-    """Whether steps read where in the axis a slice is: an iota along it, or a whole value that is sliced there."""
-    return any(
-        step.eqn is None or (step.eqn.primitive.name == "iota" and step.outs[0] is not None) for step in _all(steps)
-    )
+    """Whether steps slice a whole value where in the axis a slice is."""
+    return any(step.eqn is None for step in _all(steps))
 
 
 def split_otherwise(steps: Iterable[Step], split: Split = UNSPLIT) -> Any:

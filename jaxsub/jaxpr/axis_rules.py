@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Rule, Ruled, State, Total, reshaped
+from jaxsub.jaxpr.random_bits import needs_of_part
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
@@ -286,13 +288,22 @@ def _cudnn_attention(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
     return needs, [Place(0)] * len(eqn.outvars)
 
 
+def narrows(eqn: Any) -> bool:
+    """Tell whether an equation is a cast from floats to narrower ones."""
+    old, new = (a.aval.dtype for a in (eqn.invars[0], eqn.outvars[0]))
+    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return bool(are_floats and old.itemsize > new.itemsize)
+
+
 def needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
     """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
     name, params = eqn.primitive.name, eqn.params
     if eqn.effects or len(eqn.outvars) != 1 or params.get("sharding") is not None:
         return None
     shapes = [tuple(a.aval.shape) for a in eqn.invars]
-    if name in ELEMENTWISE:
+    if name == "random_bits":
+        return needs_of_part(eqn, place)
+    if name in ELEMENTWISE or (name == "bitcast_convert_type" and shapes[0] == _shape(eqn.outvars[0])):
         has = [len(s) > place.dim and s[place.dim] == n * place.unit for s in shapes]
         return tuple(place if h else None for h in has)
     if name == "iota":

@@ -191,7 +191,7 @@ class _Search:
             found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
             if is_alike or not isinstance(found, Plan):
                 needed = needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
-                least = needed / (TUNING.prediction_error if runs else 1.0)
+                least = needed / (TUNING.prediction_error * self._excess() if runs else 1.0)
                 if not self.plans and (least < self._least_measured() if runs else self._may_err()):
                     yield (True, False, 0.0, least), runs
                 continue
@@ -204,6 +204,11 @@ class _Search:
         """The least that was measured of what does not fit, with some runs in slices or any; infinite if nothing."""
         measured = (refused.least_bytes for refused, runs in self.refusals if of is None or runs == of)
         return min(filter(None, measured), default=math.inf)
+
+    def _excess(self) -> float:
+        """By what factor predictions for runs in slices that did not fit were too large, if they were."""
+        pairs = [(self._least_bytes(runs), refused.least_bytes) for refused, runs in self.refusals if runs]
+        return max((1.0, *(said / is_ for said, is_ in pairs if is_)))
 
     def _is_refused_alike(self, runs: Runs) -> bool:
         """Whether the program without slices was refused, and with them is predicted to need no less."""

@@ -1,5 +1,7 @@
 """Which axes are independent: rules one by one, what ends a run, and what is never chunked."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,15 +156,63 @@ def test_what_mixes_an_axis_is_refused(name):
     assert "test_axes.py:" in str(refused.value) or name == "printed"
 
 
-def test_random_bits_are_drawn_whole():
-    """Dropout's mask is the plain program's: drawn whole, and sliced."""
+def dropped(key, x):
+    """Dropout along all of an array."""
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0.0)
 
-    def dropout(x):
-        return jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x * 2, 0.0)
 
-    axis, chunked = along(dropout, X)
-    assert "random_bits" in [eqn.primitive.name for eqn in axis.before]
-    np.testing.assert_array_equal(chunked(3)(X), dropout(X))
+def noisy(key, x):
+    """Noise in narrow floats, of a shape that is reshaped."""
+    return x + jax.random.normal(key, (x.size // 12, 12), jnp.bfloat16).reshape(x.shape).astype(x.dtype)
+
+
+def routed(key, x):
+    """Noise over experts in a loop, as a mixture of experts has it, and in a rule of the user's."""
+    gelu = jax.custom_jvp(lambda x: jax.nn.gelu(dropped(key, x)))
+    gelu.defjvp(lambda primals, tangents: (gelu(*primals), tangents[0] * jnp.sign(primals[0])))
+    step = lambda x, k: (gelu(x + jax.random.gumbel(k, x.shape)), jnp.argmax(dropped(k, x), -1).astype(x.dtype))  # noqa: E731
+    x, chosen = lax.scan(step, x, jax.random.split(key, 3))
+    return x * jnp.moveaxis(chosen, 0, -1)
+
+
+def by_example(key, x):
+    """Each example has a key of its own."""
+    return jax.vmap(lambda k, x: dropped(k, x))(jax.random.split(key, len(x)), x)
+
+
+def drawn_before(axis):
+    return [eqn for eqn in axis.before if eqn.primitive.name == "random_bits"]
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "raw"])
+@pytest.mark.parametrize("fun", [dropped, noisy, routed, by_example])
+def test_random_bits_are_drawn_in_the_slice(fun, key):
+    """The same bits as the plain program's, none of them whole: in loops and rules too, with any kind of keys."""
+    axis, chunked = along(fun, key, X, seed=1)
+    assert not drawn_before(axis)
+    for count in (2, 4, 6):
+        np.testing.assert_allclose(chunked(count)(key, X), fun(key, X), rtol=1e-6)
+        inside = str(jax.make_jaxpr(chunked(count))(key, X))
+        assert not re.search(r"u(8|32)\[(6,4,3|6,12)\] = (random_bits|xor)", inside)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_bits_are_drawn_along_any_dimension(dim):
+    key = jax.random.key(1)
+    axis, chunked = along(dropped, key, X, seed=1, dim=dim)
+    assert not drawn_before(axis)
+    np.testing.assert_array_equal(chunked(2)(key, X), dropped(key, X))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+def test_bits_whose_parts_cannot_be_drawn_alone_are_drawn_whole(impl):
+    """Those of other generators, and of threefry as it was: drawn whole, and sliced."""
+    key = jax.random.key(1, impl=impl)
+    with jax.threefry_partitionable(impl == "rbg"):
+        axis, chunked = along(dropped, key, X, seed=1)
+        assert drawn_before(axis)
+        np.testing.assert_array_equal(chunked(3)(key, X), dropped(key, X))
+        np.testing.assert_array_equal(along(routed, key, X, seed=1)[1](3)(key, X), routed(key, X))
 
 
 def test_masks_are_made_in_the_slice():

@@ -59,11 +59,6 @@ def mlp(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def numbered(w, x):
-    """Adds to each row its number."""
-    return jnp.mean(jnp.tanh(x @ w + jnp.arange(2048.0)[:, None]) ** 2)
-
-
 def test_a_head_on_eight_devices_takes_slices_of_what_each_holds():
     """Rows split over devices stay split: no gathers, a fraction of the bytes of a device, plain values, gradients."""
     on_eight_devices(
@@ -139,12 +134,30 @@ def test_slices_divide_what_each_device_holds():
     ]
 
 
-@pytest.mark.parametrize(("fun", "mesh"), [(numbered, AUTO), (mlp, EXPLICIT)])
-def test_what_cannot_take_slices_of_each_device_is_left_whole(fun, mesh):
-    """Rows that know their number, and meshes with explicit axes, are not sliced along a split axis."""
-    program = trace(fun, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ())), {})
+def test_rows_that_know_their_number_and_draw_random_bits_keep_them():
+    """A slice is made of the share of each device: its rows' numbers are those, and its dropout that of the rows."""
+    on_eight_devices(
+        BLOCKS
+        + """
+def numbered(blocks, x, y, key):
+    x = x + 1e-3 * jnp.arange(len(x), dtype=x.dtype)[:, None]
+    return loss(blocks, x, y, lambda x: jnp.where(jax.random.bernoulli(key, .9, x.shape), x / .9, 0))
+
+args = (*arguments(4096), jax.random.key(3))
+plan = jaxsub.plan(numbered, *args, budget="1.5MiB", cache=False, progress=False)
+assert [(one.label, one.parts) for one in plan.slices] == [("whole function", 8)], plan.slices
+sliced = jaxsub.jit(jax.value_and_grad(jaxsub.sublinear(numbered, plan=plan)))
+same(sliced(*args), jax.jit(jax.value_and_grad(numbered))(*args), rtol=1e-4, atol=1e-6)
+assert plan.measurement.temp_bytes < 4096 * 1024 * 4 / 8
+"""
+    )
+
+
+def test_what_cannot_take_slices_of_each_device_is_left_whole():
+    """Meshes with explicit axes are not sliced along a split axis."""
+    program = trace(mlp, (shaped(AUTO, (32, 8192), ()), shaped(AUTO, (2048, 32), ())), {})
     assert batch_run(program) is not None
-    program = trace(fun, (shaped(mesh, (32, 8192), ()), shaped(mesh, (2048, 32), ("d",))), {})
+    program = trace(mlp, (shaped(EXPLICIT, (32, 8192), ()), shaped(EXPLICIT, (2048, 32), ("d",))), {})
     assert batch_run(program) is None
     with pytest.raises(ChunksError, match="no value there can be sliced on its mesh"):
         asked(program, {0: 8})
