@@ -34,8 +34,8 @@ def recompute_words(plan: Plan) -> str:
 
 
 def regions_words(segments: Sequence[Segment], barriers: Sequence[int]) -> str:
-    """How many regions and barriers."""
-    return f"{len(list(walk(segments)))} regions, {len(barriers)} barriers"
+    """How many regions and barriers; nothing where there are none."""
+    return f"{len(list(walk(segments)))} regions, {len(barriers)} barriers" if segments or barriers else ""
 
 
 def slices_lines(run: Slices, opened: Steps | None) -> Iterator[str]:

@@ -46,7 +46,8 @@ def describe(plan: Plan) -> str:
     lines = [f"jaxsub plan by `{plan.planner}`, budget: {plan.budget}"]
     lines += textwrap.wrap(plan.note, COLUMNS)
     lines += list(_memory_lines(plan))
-    lines.append(f"recompute  {recompute_words(plan)}; {regions_words(plan.segments, plan.barriers)}")
+    regions = regions_words(plan.segments, plan.barriers)
+    lines.append(f"recompute  {recompute_words(plan)}{f'; {regions}' if regions else ''}")
     for run, steps in zip_longest(plan.slices, [steps for steps in plan.steps if steps.kind == "slices"]):
         lines += slices_lines(run, steps)
     lines += ways_lines(plan.loops, [steps for steps in plan.steps if steps.kind == "loop"])
@@ -263,9 +264,10 @@ def plan_words(plan: Plan) -> str:
     """What a plan does, in one line."""
     if not (plan.segments or plan.barriers or plan.loops or plan.slices):
         return "nothing recomputed"
-    sliced = "".join(f"; {run.label} in {run.count} slices" for run in plan.slices)
-    extra = f", {recomputed_share(plan):.2f} of a forward pass again" if plan.prediction else ""
-    return f"{plan.n_regions} regions, {len(plan.barriers)} barriers{extra} (`{plan.planner}`){sliced}"
+    regions = f"{plan.n_regions} regions, {len(plan.barriers)} barriers" if plan.n_regions or plan.barriers else ""
+    sliced = [f"{run.label} in {run.count} slices" for run in plan.slices]
+    extra = f"{recomputed_share(plan):.2f} of a forward pass again" if plan.prediction else ""
+    return f"{', '.join(filter(None, [regions, *sliced, extra]))} (`{plan.planner}`)"
 
 
 def _measurement_words(found: Measurement) -> str:
