@@ -41,7 +41,7 @@ wanted = plain(*args)
 step = jaxsub.jit(planned, **options)
 report = step.report(*args)
 assert report.step_bytes <= report.memory_bytes == 3 * 2**20 < report.plain_bytes / 2.5, report
-assert "; whole function in " in str(report), report
+assert ": whole function in " in str(report), report
 memory = step.lower(*args).compile().memory_analysis()
 taken = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 assert taken - memory.alias_size_in_bytes == report.step_bytes, memory
