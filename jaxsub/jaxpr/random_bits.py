@@ -31,7 +31,7 @@ def needs_of_part(eqn: Any, place: Place) -> tuple[Place | None, ...] | None:
         return None
     if place.dim < len(eqn.invars[0].aval.shape):
         return (place,)
-    is_small = math.prod(eqn.params["shape"]) <= 2**32  # positions are 32 bits wide
+    is_small = math.prod(eqn.params["shape"]) < 2**32  # positions and strides are 32 bits wide
     return (None,) if is_small and getattr(jax.config, "jax_threefry_partitionable", False) else None
 
 
