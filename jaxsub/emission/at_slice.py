@@ -102,15 +102,13 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
 def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At) -> Any:
     """What depends on where in the axis the slice is, `None` for all other equations."""
     place, params = step.outs[0], step.eqn.params
-    if not isinstance(place, Place):
+    if not isinstance(place, Place) or step.eqn.primitive.name not in ("iota", "random_bits"):
         return None
-    match step.eqn.primitive.name:
-        case "iota" if place.dim == params["dimension"]:
-            with compat.standing_at(step.eqn):
+    with compat.standing_at(step.eqn):
+        match step.eqn.primitive.name:
+            case "iota" if place.dim == params["dimension"]:
                 return jax.lax.broadcast_in_dim(at.index(place.unit).astype(params["dtype"]), shape, (place.dim,))
-        case "random_bits" if place.dim >= args[0].ndim:
-            dim = place.dim - args[0].ndim
-            with compat.standing_at(step.eqn):
+            case "random_bits" if (dim := place.dim - args[0].ndim) >= 0:
                 index = at.index(place.unit).astype(jnp.uint32)
                 return part_of_bits(args[0], params["bit_width"], params["shape"], dim, index)
     return None

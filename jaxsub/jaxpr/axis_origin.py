@@ -43,8 +43,8 @@ def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[An
             todo += list(_operands(eqn, *here))[::-1]
 
 
-def reads_positions(steps: Iterable[Step]) -> bool:
-    """Whether steps slice a whole value where in the axis a slice is."""
+def slices_whole_values(steps: Iterable[Step]) -> bool:
+    """Whether a slice takes its part of a whole value itself, in a body."""
     return any(step.eqn is None for step in _all(steps))
 
 

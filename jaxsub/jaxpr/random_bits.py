@@ -26,8 +26,8 @@ def is_threefry(eqn: Any) -> bool:
 
 
 def needs_of_part(eqn: Any, place: Place) -> tuple[Place | None, ...] | None:
-    """What a part of random bits needs of their keys: a part of these, or all; `None` where no part can be drawn."""
-    if not is_threefry(eqn) or eqn.primitive.name != "random_bits":
+    """What a part of `random_bits` needs of their keys: a part of these, or all; `None` where no part can be drawn."""
+    if not is_threefry(eqn):
         return None
     if place.dim < len(eqn.invars[0].aval.shape):
         return (place,)

@@ -190,8 +190,7 @@ class _Search:
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
             if is_alike or not isinstance(found, Plan):
-                needed = needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
-                least = needed / (TUNING.prediction_error * self._excess() if runs else 1.0)
+                least = _needed_or_least(found) / (TUNING.prediction_error * self._excess() if runs else 1.0)
                 if not self.plans and (least < self._least_measured() if runs else self._may_err()):
                     yield (True, False, 0.0, least), runs
                 continue
@@ -207,7 +206,8 @@ class _Search:
 
     def _excess(self) -> float:
         """By what factor predictions for runs in slices that did not fit were too large, if they were."""
-        pairs = [(self._least_bytes(runs), refused.least_bytes) for refused, runs in self.refusals if runs]
+        pairs = [(_needed_or_least(self._plan_or_refusal(runs, self.budget)), refused.least_bytes)
+                 for refused, runs in self.refusals if runs]  # fmt: skip
         return max((1.0, *(said / is_ for said, is_ in pairs if is_)))
 
     def _is_refused_alike(self, runs: Runs) -> bool:
@@ -335,6 +335,11 @@ def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
     return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
+
+
+def _needed_or_least(found: Plan | InfeasibleBudgetError) -> int:
+    """What a plan needs, or the least that a refusal names."""
+    return needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
 
 
 def cost_of(plan: Plan) -> float:

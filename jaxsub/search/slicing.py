@@ -29,7 +29,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.folding import bodies_of_node, run_of, still_of
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import NotIndependent, Step
-from jaxsub.jaxpr.axis_origin import on_all_devices, reads_positions, split_of, split_otherwise
+from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
@@ -169,7 +169,7 @@ def _refusal(key: Any, refused: Sequence[NotIndependent], is_sharded: bool) -> s
     if not refused:
         why = "has an axis of more than one element"
         if is_sharded:
-            why = "can be sliced on its mesh: axes are explicit, or of a loop's body, or units read their position"
+            why = "can be sliced on its mesh: its axes are explicit, or it is in a loop's body, or read whole in one"
         return f"{told}but no value there {why}. Leave it out."
     return f"{told}which is not independent. {refused[0]}. Name another axis, or leave it out."
 
@@ -330,7 +330,7 @@ def _follow_all(
             refused.append(why)
             continue
         split = split_of(program, variable, dim % len(variable.aval.shape))
-        if split is None or (split.parts > 1 and (axis.length % split.parts or reads_positions(axis.steps))):
+        if split is None or (split.parts > 1 and (axis.length % split.parts or slices_whole_values(axis.steps))):
             continue
         if (eqn := split_otherwise(axis.steps, split)) is not None:
             refused.append(NotIndependent(eqn, "it splits the axis over other devices than the arguments are"))

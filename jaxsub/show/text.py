@@ -264,7 +264,7 @@ def plan_words(plan: Plan) -> str:
     """What a plan does, in one line."""
     if not (plan.segments or plan.barriers or plan.loops or plan.slices):
         return "nothing recomputed"
-    regions = f"{plan.n_regions} regions, {len(plan.barriers)} barriers" if plan.n_regions or plan.barriers else ""
+    regions = regions_words(plan.segments, plan.barriers)
     sliced = [f"{run.label} in {run.count} slices" for run in plan.slices]
     extra = f"{recomputed_share(plan):.2f} of a forward pass again" if plan.prediction else ""
     return f"{', '.join(filter(None, [regions, *sliced, extra]))} (`{plan.planner}`)"

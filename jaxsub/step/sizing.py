@@ -224,8 +224,8 @@ class Sizing:
                 break
             seen.add(id(found))
             needed = found.measurement.temp_bytes
-            forward = sum(p.prediction.forward_flops for p in plans.values() if p.prediction is not None)
-            if needed <= budget and (needed >= TUNING.close_step * budget or found.extra_flops <= 1e-3 * forward):
+            is_cheap = found.extra_flops <= 1e-3 * _forward_flops(plans)
+            if needed <= budget and (needed >= TUNING.close_step * budget or is_cheap):
                 break
             bracket.add(level, needed)
             following = bracket.following()
@@ -248,7 +248,7 @@ class Sizing:
             return
         plans = dict(best.plans)
         cost = {key: _extra_flops(plan) for key, plan in plans.items()}
-        least = TUNING.compile_gain * sum(p.prediction.forward_flops for p in plans.values() if p.prediction)
+        least = TUNING.compile_gain * _forward_flops(plans)
         for key in sorted(self.ladders, key=lambda key: -cost[key]):
             relaxed = {**plans, key: self.ladders[key].site.own}
             if cost[key] > least and self._fits(self.attempt(relaxed), n_bytes):
@@ -257,6 +257,10 @@ class Sizing:
 
 def _extra_flops(plan: Plan) -> float:
     return cost_of(plan) * max(plan.prediction.forward_flops, 1.0) if plan.prediction is not None else 0.0
+
+
+def _forward_flops(plans: Mapping[str, Plan]) -> float:
+    return sum(p.prediction.forward_flops for p in plans.values() if p.prediction is not None)
 
 
 def _shape(plans: Mapping[str, Plan]) -> Any:
