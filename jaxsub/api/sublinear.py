@@ -106,9 +106,9 @@ class Sublinear(Wrapped[P, R]):
 
     def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it; nothing is run."""
-        program, _, made = self._prepare(args, kwargs)
+        program, _, plan = self._prepare(args, kwargs)
         check_differentiated(program)
-        return verifying.measured(program, emit(program, made), get_target(self.settings.target))
+        return verifying.measured(program, emit(program, plan), get_target(self.settings.target))
 
     def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
         """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
@@ -132,7 +132,7 @@ class Sublinear(Wrapped[P, R]):
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """The function, traced and not planned."""
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
-        with call_sites.paused():
+        with call_sites.enclosing(self.settings.target):
             program = self._trace(statics, dynamic_args, dynamic_kwargs, len(args))
         check_differentiated(program)
         return program
@@ -146,7 +146,8 @@ class Sublinear(Wrapped[P, R]):
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
         trial = call_sites.current()
-        with call_sites.paused():
+        target = trial.target if trial is not None and self.settings.target is None else self.settings.target
+        with call_sites.enclosing(target):
             key = (statics, tree, tuple(map(type_of, leaves)), compat.trace_context())
             if trial is None and key in self._ready:
                 return self._ready[key]
@@ -156,11 +157,10 @@ class Sublinear(Wrapped[P, R]):
                 program = self._programs.get(key)
                 if program is None:
                     program = self._trace(statics, dynamic_args, dynamic_kwargs, len(args))
-                return self._planned(key, program, trial)
+                return self._planned(key, program, trial, target)
 
-    def _planned(self, key: Any, program: Program, trial: Any) -> tuple[Program, Callable[..., Any], Plan]:
+    def _planned(self, key: Any, program: Program, trial: Any, target: Any) -> tuple[Program, Callable[..., Any], Plan]:
         plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
-        target = trial.target if trial is not None and self.settings.target is None else self.settings.target
         program = replace(program, platform=get_target(target).platform)
         run = _Emitted(emit(program, plan), _name_of(self.fun))
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
@@ -221,6 +221,7 @@ def sublinear(
     function is put together again with nested `jax.checkpoint` regions and gradient barriers. Arguments, results
     and gradients stay what they are. With a budget in bytes, or a fraction, the plan is compiled and measured first.
     Under `jax.vmap` the budget is that of one example: put `sublinear` round the mapped function to budget the whole.
+    Of such functions that call one another the outermost plans for all.
 
     Args:
         fun: The function, usually a loss. Left out, a decorator is returned.
@@ -278,9 +279,7 @@ def sublinear(
         >>> import jax, jax.numpy as jnp, jaxsub
         >>> @jaxsub.sublinear
         ... def loss(w, x):
-        ...     for _ in range(4):
-        ...         x = jnp.tanh(x @ w)
-        ...     return (x**2).mean()
+        ...     return (jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w) ** 2).mean()
         >>> jax.grad(loss)(jnp.eye(2), jnp.ones((3, 2))).shape
         (2, 2)
 

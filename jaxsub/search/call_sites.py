@@ -1,9 +1,10 @@
-"""Sublinear functions inside a whole step: how a step finds them while it is traced, and gives them their plans.
+"""Sublinear functions inside a whole step, or inside one another: how they are found, and given their plans.
 
 A step that is sized as a whole is traced once for each choice of plans. Such a trace is a `Trial`: a table of plans by
 fingerprint, into which every `sublinear` function that is called meanwhile puts itself. The trial is the value of a
 JAX user context, so that what JAX remembers of inner functions (`jax.jit`, bodies of loops) is remembered for that
-trial alone. A sublinear function inside another one is part of it, and plans for itself as ever.
+trial alone. A sublinear function inside another one is part of it: the outermost plans for all of it, and the trace
+that it plans from has the inner ones as they were, but for plans and mirror counts of the user's own.
 """
 
 from __future__ import annotations
@@ -74,10 +75,24 @@ class Trial:
         return self.plans.get(key, self.sites[key].own)
 
 
+@dataclass(frozen=True, slots=True)
+class Enclosing:
+    """The trace of a sublinear function, which plans for those that are called meanwhile.
+
+    Attributes:
+        target: What it is planned for.
+    """
+
+    target: Any
+
+    def plan(self, name: str, program: Program, settings: Settings) -> Plan:
+        """Leave a function inside as it is, unless the user has planned it."""
+        return make_plan(program, settings) if settings.is_fixed else untouched(program)
+
+
 def _site(name: str, program: Program, settings: Settings, given: Plan | None) -> CallSite:
-    is_fixed = settings.plan is not None or settings.mirror is not None
     is_bounded = settings.budget.n_bytes is not None or settings.budget.fraction is not None
-    own = given or (make_plan(program, settings) if is_fixed or is_bounded else untouched(program))
+    own = given or (make_plan(program, settings) if settings.is_fixed or is_bounded else untouched(program))
     axes, bare = compat.axes_in_scope(), replace(program, consts=())
 
     @contextlib.contextmanager
@@ -85,19 +100,19 @@ def _site(name: str, program: Program, settings: Settings, given: Plan | None) -
         with axes(), as_wide_as(bare):
             yield
 
-    return CallSite(name, bare, settings, own, not is_fixed and can_plan(bare), entered)
+    return CallSite(name, bare, settings, own, not settings.is_fixed and can_plan(bare), entered)
 
 
-def current() -> Trial | None:
-    """The trial that is being traced, if any."""
-    found: Trial | None = _TRIAL.value
+def current() -> Trial | Enclosing | None:
+    """The trial, or the sublinear function, that is being traced, if any."""
+    found: Trial | Enclosing | None = _TRIAL.value
     return found
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Trace, inside a sublinear function, as if there were no step around it."""
-    with _TRIAL(None):
+def enclosing(target: Any) -> Iterator[None]:
+    """Trace a sublinear function: no step plans what is called meanwhile, and it does not plan for itself."""
+    with _TRIAL(Enclosing(target)):
         yield
 
 

@@ -76,6 +76,11 @@ class Settings:
         """Counts by name, where `mirror` gives them."""
         return self.mirror if isinstance(self.mirror, Mapping) else {}
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the user has planned: no step or function around it plans anew."""
+        return self.plan is not None or self.mirror is not None
+
     def __post_init__(self) -> None:
         other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
         if self.plan is not None and other:
