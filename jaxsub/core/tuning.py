@@ -30,6 +30,8 @@ class Tuning:
         kept_shares: Of a scan's steps that may stand outside all blocks.
         inner_ranks: Ways to run the loops inside a body that are combined with those of the loop itself.
         unrolled_equations: A scan's steps are written out up to so many equations.
+        unrolled_stages: The most stages of a loop that is written out: half the time of 128 stages, for as good plans
+            of four loops of 64 to 100 steps.
         much_less: What a plan inside a body, or one that writes out a loop, must need of the next best to be looked at.
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         body_slots: Slots in which they are planned: one is far less than they must differ by (`much_less`).
@@ -97,6 +99,7 @@ class Tuning:
     kept_shares: tuple[float, ...] = tuple(i / 12 for i in range(1, 12))
     inner_ranks: int = 4
     unrolled_equations: int = 512
+    unrolled_stages: int = 96
     much_less: float = 0.85
     body_plans: int = 8
     body_slots: int = 128

@@ -47,26 +47,29 @@ class BodyPlan:
     recompute_flops: float
 
 
-def body_cuts(body: Program) -> tuple[int, ...]:
-    """Where to cut a body; nowhere if it is too small for a plan of its own to buy anything."""
+def body_cuts(body: Program, most: int = TUNING.most_stages) -> tuple[int, ...]:
+    """Where to cut a body into at most so many stages; nowhere if it is too small for a plan of its own."""
     nested = find_nested(body)
     if not nested and sum(node.is_costly for node in body.graph.nodes) < TUNING.few_costly:
         return (0, len(body.eqns))
-    return find_cuts(body.graph, required={node + after for node in nested for after in (0, 1)})
+    return find_cuts(body.graph, required={node + after for node in nested for after in (0, 1)}, most=most)
 
 
-def body_plans(body: Program, price: BodyChain, *, in_regions: bool = True) -> tuple[BodyPlan, ...]:
+def body_plans(
+    body: Program, price: BodyChain, *, in_regions: bool = True, most: int = TUNING.most_stages
+) -> tuple[BodyPlan, ...]:
     """Plans for a body, those that nest in a region and those that do not.
 
     Args:
         body: The body of a loop, or a branch.
         price: Prices it, cut into stages.
         in_regions: Whether to plan for a region around the body too.
+        most: The most stages.
 
     Returns:
         The plans, least FLOPs first; none for a body of one stage.
     """
-    cuts = body_cuts(body)
+    cuts = body_cuts(body, most)
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)

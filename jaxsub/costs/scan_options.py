@@ -157,20 +157,34 @@ def loop_choices(
             step = next(s for s in body.steps if fields == Loop(node, **s.fields))
             found += _tailed(body, step, c.loop.blocks)
     if body_chain is not None:
-        found += [c for c in _unrolled(program, node, body_chain) if _is_much_less(c, found)]
+        found += [c for c in _unrolled(program, node, body_chain, is_cpu=gpu is None) if _is_much_less(c, found)]
     return tuple(c for c in _thinned(_pareto(found)) if c.loop != Loop(node))
 
 
-def _unrolled(program: Program, node: int, body_chain: BodyChain) -> Iterator[LoopChoice]:
+def _unrolled(program: Program, node: int, body_chain: BodyChain, *, is_cpu: bool) -> Iterator[LoopChoice]:
     """Unroll all steps of a short loop and plan them like any program; a region around them is an option of its own."""
     eqn, body = program.eqns[node], body_program(program, node)
     (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
     if find_loops(body) or length * len(body.eqns) > TUNING.unrolled_equations:
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
-    for plan in body_plans(steps, body_chain, in_regions=False):
+    early = _early_bytes(body, len(body.consts) + n_consts, n_carry, length) if is_cpu else 0
+    for plan in body_plans(steps, body_chain, in_regions=False, most=TUNING.unrolled_stages):
         loop = Loop(node, inside=plan.inside, is_unrolled=True)
-        yield LoopChoice(loop, plan.kept_bytes, max(plan.kept_bytes, plan.transient_bytes), plan.recompute_flops)
+        transient = max(plan.kept_bytes, plan.transient_bytes, early)
+        yield LoopChoice(loop, plan.kept_bytes, transient, plan.recompute_flops)
+
+
+def _early_bytes(body: Program, n_consts: int, n_carry: int, length: int) -> int:
+    """Sum the slices of all steps that are read beside nothing of the carry: a CPU may cut them out before any step."""
+    depends = set(range(n_consts, n_consts + n_carry))
+    early = set[int]()
+    for node in body.graph.nodes:
+        if depends.isdisjoint(node.inputs):
+            early.update(v for v in node.inputs if v >= n_consts + n_carry and body.graph.values[v].producer is None)
+        else:
+            depends.update(node.outputs)
+    return length * sum(body.graph.values[v].n_bytes for v in early)
 
 
 def _is_much_less(choice: LoopChoice, others: Sequence[LoopChoice]) -> bool:

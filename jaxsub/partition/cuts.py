@@ -6,9 +6,9 @@ candidate within `window` costly nodes on either side has fewer. That finds ResN
 the halves of transformer blocks. Weights do not count: they are live under every plan. Behind the last node that a
 gradient flows through, such as the loss, there are no cuts, since metrics have no backward pass.
 
-Neighbours of least weight are merged until at most `Tuning.most_stages` are left. Two runs of nodes are of one kind
-when they are the same equations, connected alike, with the same values going out: they share every price and one
-emitted function.
+Neighbours of least weight are merged until there are few enough, as a rule `Tuning.most_stages`. Two runs of nodes are
+of one kind when they are the same equations, connected alike, with the same values going out: they share every price
+and one emitted function.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ PLACED = ("random_fold_in", "random_seed", "slice")
 dropout or reads its own part of stacked weights."""
 
 
-def find_cuts(graph: Graph, *, window: int = 2, required: Iterable[int] = ()) -> tuple[int, ...]:
+def find_cuts(
+    graph: Graph, *, window: int = 2, required: Iterable[int] = (), most: int = TUNING.most_stages
+) -> tuple[int, ...]:
     """Choose the nodes in front of which to cut: the first node of each stage, 0 first, and the number of nodes last.
 
-    A cut is compared with `window` costly nodes on either side. In front of those `required` there is one.
+    A cut is compared with `window` costly nodes on either side. In front of those `required` there is one; beside them
+    there are only so many that there are at `most` so many stages.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -56,7 +59,7 @@ def find_cuts(graph: Graph, *, window: int = 2, required: Iterable[int] = ()) ->
     heights = live[candidates] if candidates else np.zeros(0, np.int64)
     kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
     pinned = {0, len(graph.nodes), *required}
-    return _merge(graph, sorted({*kept, *pinned}), pinned)
+    return _merge(graph, sorted({*kept, *pinned}), pinned, most)
 
 
 def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
@@ -230,7 +233,7 @@ def _of_types(graph: Graph, node: Node) -> bytes:
     return repr((node.primitive, [(v.shape, str(v.dtype)) for v in values])).encode()
 
 
-def _merge(graph: Graph, cuts: list[int], pinned: set[int]) -> tuple[int, ...]:
+def _merge(graph: Graph, cuts: list[int], pinned: set[int], most: int) -> tuple[int, ...]:
     """Drop cuts between the neighbours of least weight until there are few enough stages."""
     flops = np.concatenate([[0.0], np.cumsum([n.flops for n in graph.nodes])])
     after = dict(pairwise(cuts))
@@ -238,7 +241,7 @@ def _merge(graph: Graph, cuts: list[int], pinned: set[int]) -> tuple[int, ...]:
     heap = [(flops[after[c]] - flops[before[c]], c) for c in cuts[1:-1] if c not in pinned]
     heapq.heapify(heap)
     left = len(cuts) - 1
-    while heap and left > TUNING.most_stages:
+    while heap and left > most:
         weight, cut = heapq.heappop(heap)
         if cut not in before or weight < flops[after[cut]] - flops[before[cut]]:
             if cut in before:

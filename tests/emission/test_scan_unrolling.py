@@ -1,5 +1,6 @@
 """Loops written out: steps one after the other compute what they did, and are planned like any other program."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from loops import assert_same, gradient_flops
@@ -86,6 +87,39 @@ def test_long_loops_and_little_gains_are_not_written_out():
         assert not [
             w for w in as_cheap if max(w.kept_bytes / max(c.kept_bytes, 1), w.transient_bytes / c.transient_bytes) < 1.1
         ]
+
+
+def test_inputs_that_are_cut_out_before_any_step_count():
+    """A CPU cuts out the inputs of all steps first where products read them before the state: blocks need less."""
+    w, xs = jnp.eye(64), jnp.ones((30, 32, 64))
+
+    def recurrent(w, xs):
+        return jnp.mean(jax.lax.scan(lambda h, x: (jnp.tanh(x @ w + h @ w), None), xs[0], xs)[0])
+
+    def beside_the_state(w, xs):
+        return jnp.mean(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + h * x), None), xs[0], xs)[0])
+
+    early = [min(c.transient_bytes for c in written_out(f, (w, xs))[1]) for f in (recurrent, beside_the_state)]
+    assert early[0] >= xs.nbytes > early[1]
+    plan = jaxsub.plan(recurrent, w, xs, budget=0.3, chunks=False, cache=False, progress=False)
+    assert not plan.loops[0].is_unrolled
+
+
+def test_a_long_loop_that_is_written_out_has_few_stages():
+    """Planning takes time by the cube of the stages: neighbours are merged, and plans stay within what they say."""
+    w, x = jnp.stack([0.1 * jnp.eye(16)] * 120), jnp.ones((64, 16))
+    stages = []
+
+    def counted(body, cuts):
+        stages.append(len(cuts) - 1)
+        return counted_chain(body, cuts)
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, w)[0])
+
+    program = trace(loss, (w, x), {})
+    assert any(c.loop.is_unrolled for c in loop_choices(program, find_loops(program)[0], counted))
+    assert max(stages) == TUNING.unrolled_stages
 
 
 def test_a_plan_that_unrolls_a_long_loop_is_refused():
