@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
+from itertools import count, product
 
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
@@ -292,11 +292,13 @@ class _Search:
         partitions = self.candidates.choices
         found = sorted((predicted_bytes(self.candidates.plan(cuts, 1)), i) for i, cuts in enumerate(partitions))
         near = [partitions[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        tries = [(cuts, slack) for slack in (TUNING.least_slack, 0.0) for cuts in near]
-        for number, (cuts, slack) in enumerate(tries[: TUNING.least_compiles]):
+        differ: dict[object, Plan] = {}  # in more than barriers
+        for slack, cuts in product((TUNING.least_slack, 0.0), near):
+            plan = self.candidates.plan(cuts, 1, slack)
+            differ.setdefault(_regions(plan), plan)
+        for number, plan in enumerate(list(differ.values())[: TUNING.least_compiles]):
             if number and not self._may_need_less(found[0][0]):
                 return
-            plan = self.candidates.plan(cuts, 1, slack)
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan

@@ -23,12 +23,12 @@ class Table:
     """A planner, a pricer and a compiler: of (predicted, needed, recomputed), in shares of a budget and a forward pass.
 
     Each partition has rows of its own, the least first. A program of one equation more is `n_equations` long, and
-    the plain program needs `plain_needs` budgets.
+    the plain program needs `plain_needs` budgets. `is_alike`: partitions differ in their barriers alone.
     """
 
-    def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0, platform="cuda"):
+    def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0, platform="cuda", is_alike=False):
         self.ways, self.known, self.compiles, self.seconds, self.plain_needs = ways, {}, 0, seconds, plain_needs
-        self.program = SimpleNamespace(eqns=range(n_equations))
+        self.program, self.is_alike = SimpleNamespace(eqns=range(n_equations)), is_alike
         self.pricer = SimpleNamespace(chain=self.chain, share=1.0, target=SimpleNamespace(platform=platform))
 
     def chain(self, cuts):
@@ -43,7 +43,8 @@ class Table:
             )
         number = chain.rows.index(min(fitting, key=lambda row: row[2]))
         prediction = Prediction(int(chain.rows[number][0] * BUDGET), chain.rows[number][2], 1.0, 0, "by hand")
-        return Plan("f", Budget(), 99, (Segment(chain.way, chain.way + number + 1),), prediction=prediction)
+        start = 0 if self.is_alike else chain.way
+        return Plan("f", Budget(), 99, (Segment(start, start + number + 1),), (chain.way,), prediction=prediction)
 
     def empty(self):
         return Plan("f", Budget(), 99)
@@ -52,20 +53,21 @@ class Table:
         return self.empty().replace(measurement=self.measure(self.empty()))
 
     def is_known(self, plan):
-        return plan.segments in self.known
+        return (plan.segments, plan.barriers) in self.known
 
     def expected_seconds(self, plan):
         return self.seconds
 
     def measure(self, plan):
-        if plan.segments not in self.known:
+        key = plan.segments, plan.barriers
+        if key not in self.known:
             self.compiles += 1
             needed = self.plain_needs
             if plan.segments:
-                way, stop = plan.segments[0].start, plan.segments[0].stop
-                needed = self.ways[way][stop - way - 1][1]
-            self.known[plan.segments] = int(needed * BUDGET)
-        return Measurement(self.known[plan.segments], 0, 0, 0, 0.0, self.seconds, "cpu")
+                way, (segment,) = plan.barriers[0], plan.segments
+                needed = self.ways[way][segment.stop - segment.start - 1][1]
+            self.known[key] = int(needed * BUDGET)
+        return Measurement(self.known[key], 0, 0, 0, 0.0, self.seconds, "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +173,13 @@ def test_the_least_is_of_all_ways_to_cut():
     assert fitted(0.7, *PACKED)[:2] == (0.93, None)
     assert fitted(0.93, *PACKED)[:2] == (0.93, 1.0)
     assert fitted(0.7, PACKED[0], ((0.95, 0.9, 1.0),))[:2] == (0.95, None)  # not expected to be least
+
+
+def test_least_plans_that_differ_in_barriers_alone_are_compiled_once():
+    """Two partitions whose least plans have the same regions say the same; others are compiled, each of them."""
+    rows = ((0.8, 0.95, 1.14),)
+    assert fitted(0.7, rows, rows, is_alike=True) == (0.95, None, 1)
+    assert fitted(0.7, rows, rows) == (0.95, None, 2)
 
 
 def test_the_last_bytes_are_not_bought_dearly():
