@@ -15,7 +15,8 @@ class Tuning:
     """What planning looks at, and when it has looked enough.
 
     Attributes:
-        most_stages: Stages of a chain; the dynamic program's time grows with their cube, and more gain little.
+        most_stages: Stages of a chain; the dynamic program's time grows with their cube. With 256 plans of four deep
+            networks for an H100 recomputed up to 2 % of a forward pass less, or up to 27 % more: slots get coarser.
         region_equations: Equations in a region of several stages, where stages were merged for being too many: to trace
             the gradients of more is what planning would spend its time on.
         few_stages: Up to so many stages every run of them may be one region.
@@ -85,7 +86,7 @@ class Tuning:
         close_step: A step that fills this share of its memory is close enough.
     """
 
-    most_stages: int = 256
+    most_stages: int = 128
     region_equations: int = 500
     few_stages: int = 8
     few_costly: int = 4
