@@ -16,6 +16,7 @@ import pytest
 from test_house import ORDER
 
 import jaxsub
+from jaxsub import planners
 
 ROOT = Path(jaxsub.__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
@@ -45,6 +46,7 @@ def run(path, text):
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """Every block of Python runs where the page has it, after those above it, and leaves JAX's settings alone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planners, "_TABLE", dict(planners._TABLE))  # planners that pages register are theirs alone
     before = jax.config.values.copy()
     run(path, path.read_text("utf-8"))
     assert jax.config.values == before
