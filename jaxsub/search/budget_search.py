@@ -292,13 +292,16 @@ class _Search:
         partitions = self.candidates.choices
         found = sorted((predicted_bytes(self.candidates.plan(cuts, 1)), i) for i, cuts in enumerate(partitions))
         near = [partitions[i] for n_bytes, i in found if n_bytes <= found[0][0] * (1 + TUNING.packing)]
-        differ: dict[object, Plan] = {}  # in more than barriers
+        tried: list[object] = []
         for slack, cuts in product((TUNING.least_slack, 0.0), near):
-            plan = self.candidates.plan(cuts, 1, slack)
-            differ.setdefault(_regions(plan), plan)
-        for number, plan in enumerate(list(differ.values())[: TUNING.least_compiles]):
-            if number and not self._may_need_less(found[0][0]):
+            if len(tried) == TUNING.least_compiles:
+                break
+            if tried and not self._may_need_less(found[0][0]):
                 return
+            plan = self.candidates.plan(cuts, 1, slack)
+            if _regions(plan) in tried:  # what differs in barriers alone says the same
+                continue
+            tried.append(_regions(plan))
             plan = plan.replace(measurement=self.try_(plan))
             if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
                 self.least_seen = plan

@@ -81,13 +81,16 @@ class Enclosing:
 
     Attributes:
         target: What it is planned for.
+        manual_axes: The axes of `jax.shard_map` that it is inside of.
     """
 
     target: Any
+    manual_axes: tuple[str, ...]
 
     def plan(self, name: str, program: Program, settings: Settings) -> Plan:
-        """Leave a function inside as it is, unless the user has planned it."""
-        return make_plan(program, settings) if settings.is_fixed else untouched(program)
+        """Leave a function inside as it is, unless the user has planned it, or a `shard_map` stands between."""
+        is_mapped = _manual_axes() != self.manual_axes  # it is one equation to a plan, whatever is inside
+        return make_plan(program, settings) if settings.is_fixed or is_mapped else untouched(program)
 
 
 def _site(name: str, program: Program, settings: Settings, given: Plan | None) -> CallSite:
@@ -112,8 +115,12 @@ def current() -> Trial | Enclosing | None:
 @contextlib.contextmanager
 def enclosing(target: Any) -> Iterator[None]:
     """Trace a sublinear function: no step plans what is called meanwhile, and it does not plan for itself."""
-    with _TRIAL(Enclosing(target)):
+    with _TRIAL(Enclosing(target, _manual_axes())):
         yield
+
+
+def _manual_axes() -> tuple[str, ...]:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def tried(fun: Callable[..., Any], trial: Trial) -> Callable[..., Any]:

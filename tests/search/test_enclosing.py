@@ -60,6 +60,26 @@ def test_the_users_own_counts_stay_inside():
     chex.assert_trees_all_close(jax.grad(nested)(WEIGHTS, X), jax.grad(loss_of(block))(WEIGHTS, X), rtol=1e-5)
 
 
+def test_what_the_outer_plan_cannot_see_plans_for_itself():
+    """A `jax.shard_map` is one equation to a plan: a function inside keeps its own, unless both are inside."""
+    inner = jaxsub.sublinear(loss_of(block), budget=0.45, verify=False, **OPTIONS)
+    spec = jax.sharding.PartitionSpec()
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mapped(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+
+    def regions_of(f):
+        return len(list(regions(jax.make_jaxpr(f)(WEIGHTS, X).jaxpr)))
+
+    def twice(f):
+        return jaxsub.sublinear(lambda weights, x: f(weights, x) * 2.0, budget=1.0, verify=False, **OPTIONS)
+
+    assert regions_of(inner) > 0
+    assert regions_of(twice(mapped(inner))) == regions_of(inner)
+    assert regions_of(mapped(twice(inner))) == regions_of(twice(inner)) == 0
+
+
 def test_alone_a_function_plans_for_itself_as_before():
     """What was called inside of another keeps its own budget outside of it, before and after."""
     small = jaxsub.sublinear(lambda w, x: jnp.mean(block(w, x) ** 2), budget=0.7, **OPTIONS)
