@@ -106,9 +106,9 @@ class Sublinear(Wrapped[P, R]):
 
     def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """What the compiler allocates for the gradient under the plan, as `jaxsub.measure` has it; nothing is run."""
-        program, _, plan = self._prepare(args, kwargs)
+        program, _, made = self._prepare(args, kwargs)
         check_differentiated(program)
-        return verifying.measured(program, emit(program, plan), get_target(self.settings.target))
+        return verifying.measured(program, emit(program, made), get_target(self.settings.target))
 
     def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
         """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
@@ -146,8 +146,7 @@ class Sublinear(Wrapped[P, R]):
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
         trial = call_sites.current()
-        target = trial.target if trial is not None and self.settings.target is None else self.settings.target
-        with call_sites.enclosing(target):
+        with call_sites.enclosing(self.settings.target) as target:
             key = (statics, tree, tuple(map(type_of, leaves)), compat.trace_context())
             if trial is None and key in self._ready:
                 return self._ready[key]
@@ -279,7 +278,9 @@ def sublinear(
         >>> import jax, jax.numpy as jnp, jaxsub
         >>> @jaxsub.sublinear
         ... def loss(w, x):
-        ...     return (jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w) ** 2).mean()
+        ...     for _ in range(4):
+        ...         x = jnp.tanh(x @ w)
+        ...     return (x**2).mean()
         >>> jax.grad(loss)(jnp.eye(2), jnp.ones((3, 2))).shape
         (2, 2)
 

@@ -15,8 +15,8 @@ class Tuning:
     """What planning looks at, and when it has looked enough.
 
     Attributes:
-        most_stages: Stages of a chain; the dynamic program's time grows with their cube. With 256 plans of four deep
-            networks for an H100 recomputed up to 2 % of a forward pass less, or up to 27 % more: slots get coarser.
+        most_stages: Stages of a chain; the dynamic program's time grows with their cube, and more gain little: what a
+            region saves between its ends is an option of each stage.
         region_equations: Equations in a region of several stages, where stages were merged for being too many: to trace
             the gradients of more is what planning would spend its time on.
         few_stages: Up to so many stages every run of them may be one region.
@@ -31,8 +31,8 @@ class Tuning:
         kept_shares: Of a scan's steps that may stand outside all blocks.
         inner_ranks: Ways to run the loops inside a body that are combined with those of the loop itself.
         unrolled_equations: A scan's steps are written out up to so many equations.
-        unrolled_stages: The most stages of a loop that is written out: half the time of 128 stages, for as good plans
-            of four loops of 64 to 100 steps.
+        unrolled_stages: Stages of a loop that is written out: fewer, since it is planned beside all ways to leave it a
+            loop, and for each number of slices. By the cube they take less than half the time.
         much_less: What a plan inside a body, or one that writes out a loop, must need of the next best to be looked at.
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         body_slots: Slots in which they are planned: one is far less than they must differ by (`much_less`).

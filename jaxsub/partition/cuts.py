@@ -40,8 +40,8 @@ def find_cuts(
 ) -> tuple[int, ...]:
     """Choose the nodes in front of which to cut: the first node of each stage, 0 first, and the number of nodes last.
 
-    A cut is compared with `window` costly nodes on either side. In front of those `required` there is one; beside them
-    there are only so many that there are at `most` so many stages.
+    A cut is compared with `window` costly nodes on either side. In front of those `required` there is one; of the
+    others so many are left out that there are no more than `most` stages, where that can be.
 
     Example:
         >>> from jaxsub.core.graph import graph_of

@@ -113,10 +113,15 @@ def current() -> Trial | Enclosing | None:
 
 
 @contextlib.contextmanager
-def enclosing(target: Any) -> Iterator[None]:
-    """Trace a sublinear function: no step plans what is called meanwhile, and it does not plan for itself."""
+def enclosing(target: Any) -> Iterator[Any]:
+    """Trace a sublinear function: no step plans what is called meanwhile, and it does not plan for itself.
+
+    Yields the target to plan for: without one of its own that of the step, or the function, around it.
+    """
+    around = current()
+    target = around.target if target is None and around is not None else target
     with _TRIAL(Enclosing(target, _manual_axes())):
-        yield
+        yield target
 
 
 def _manual_axes() -> tuple[str, ...]:
