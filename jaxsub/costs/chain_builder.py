@@ -334,7 +334,7 @@ class Pricer:
 
     def _choices_of(self, node: int) -> tuple[LoopChoice | BranchChoice, ...]:
         if self.sized.eqns[node].primitive.name == "cond":
-            return branch_choices(self.sized, node, self._body_chain)
+            return branch_choices(self.sized, node, self._body_chain, gpu=self.target.gpu)
         return loop_choices(self.sized, node, self._body_chain, gpu=self.target.gpu)
 
     def _body_chain(self, body: Program, cuts: tuple[int, ...]) -> Chain:

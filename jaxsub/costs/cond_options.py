@@ -1,29 +1,30 @@
 """Plan and price the branches of a conditional.
 
 Which branch of a `lax.cond` or `lax.switch` runs is not known in advance. JAX returns the union of the branches'
-residuals, by shape and dtype, so the residuals take the most that one branch keeps. Transient bytes and recomputed
-FLOPs likewise are those of the most expensive branch.
-
-So all branches are planned for the same memory: for each amount that a plan of some branch needs, every branch takes
-its cheapest plan that needs no more.
+residuals, by shape and dtype: what one branch keeps is there whichever runs. So a choice is priced from its trace, with
+the plans in its branches. Recomputed FLOPs are those of the branch that recomputes most; so for each number of FLOPs
+that a plan of some branch recomputes, every branch takes the plan of least memory that recomputes no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from jaxsub.core.decisions import Conditional, Inside
+from jaxsub.core.decisions import Conditional, Inside, Segment
+from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
-from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans
-from jaxsub.emission.scans import branch_programs
+from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans, evenly
+from jaxsub.devices.targets import Target
+from jaxsub.emission.scans import branch_programs, with_loops
 from jaxsub.jaxpr.trace import Program
+from jaxsub.partition.min_cut import choices
 from jaxsub.partition.traced_run import trace_run
 
 
 @dataclass(frozen=True, slots=True)
 class BranchChoice:
-    """One choice of plans in the branches, with the costs of the most expensive branch.
+    """One choice of plans in the branches, with its costs.
 
     Attributes:
         loop: The choice.
@@ -40,42 +41,69 @@ class BranchChoice:
     is_region: bool
 
 
-def branch_choices(program: Program, node: int, price: BodyChain) -> tuple[BranchChoice, ...]:
+def branch_choices(
+    program: Program, node: int, price: BodyChain, *, gpu: Target | None = None
+) -> tuple[BranchChoice, ...]:
     """Choose plans in the branches of a conditional; choices that are not for a region come first.
 
     Args:
         program: The program.
         node: The conditional.
         price: Prices a branch, cut into stages.
+        gpu: The GPU to compile for; `None` for a CPU.
     """
-    branches = branch_programs(program, node)
-    plans = [body_plans(branch, price) for branch in branches]
-    found: dict[Conditional, BranchChoice] = {}
+    plans = [_branch_plans(branch, price, gpu) for branch in branch_programs(program, node)]
+    found: list[BranchChoice] = []
     for is_region in (False, True):
-        candidates = [[p for p in some if p.is_region is is_region] or [_plain(b, is_region)]
-                      for b, some in zip(branches, plans, strict=True)]  # fmt: skip
-        for limit in sorted({_need(p) for some in candidates for p in some}, reverse=True):
-            chosen = [_within(some, limit) for some in candidates]
-            loop = Conditional(node, tuple(p.inside for p in chosen))
-            if any(inside != Inside() for inside in loop.branches) and loop not in found:
-                kept, need = (max(getattr(p, name) for p in chosen) for name in ("kept_bytes", "transient_bytes"))
-                found[loop] = BranchChoice(loop, kept, need, max(p.recompute_flops for p in chosen), is_region)
-    return tuple(found.values())
+        candidates = [[p for p in some if p.is_region is is_region] for some in plans]
+        chosen = dict.fromkeys((*_choices(candidates, _kept), *_choices(candidates, _need)))
+        found += [_priced(program, node, some, gpu) for some in chosen if any(p.inside != Inside() for p in some)]
+    return tuple(found)
+
+
+def _branch_plans(branch: Program, price: BodyChain, gpu: Target | None) -> list[BodyPlan]:
+    """Plans of a branch: none, a region around all of it that saves less and less, or regions of its stages."""
+    n = len(branch.eqns)
+    if not n:
+        return [BodyPlan(Inside(), is_region, 0, 0, 0.0) for is_region in (False, True)]
+    traced = trace_run(branch, 0, n)
+    kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
+    found = [BodyPlan(Inside(), False, kept, max(kept, need), 0.0), BodyPlan(Inside(), True, 0, need, 0.0)]
+    for choice in choices(replace(traced, free=frozenset())):  # what is saved by name is no result of the branch
+        saved = tuple(branch.graph.first_value(0) + offset for offset in choice.saved)
+        inside, need = Inside((Segment(0, n, saved),)), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
+        found.append(BodyPlan(inside, False, choice.saved_bytes, need, choice.recompute_flops))
+    return [*found, *body_plans(branch, price)]
+
+
+def _choices(
+    candidates: Sequence[Sequence[BodyPlan]], bytes_of: Callable[[BodyPlan], int]
+) -> Sequence[tuple[BodyPlan, ...]]:
+    """Choose a plan for every branch, a few times, with more and more recomputed FLOPs."""
+    limits = sorted({p.recompute_flops for some in candidates for p in some})
+    found = (tuple(_within(some, limit, bytes_of) for some in candidates) for limit in limits)
+    return evenly(list(dict.fromkeys(found)), TUNING.body_plans)
+
+
+def _kept(plan: BodyPlan) -> int:
+    return plan.kept_bytes
 
 
 def _need(plan: BodyPlan) -> int:
     return max(plan.kept_bytes, plan.transient_bytes)
 
 
-def _within(plans: Sequence[BodyPlan], limit: int) -> BodyPlan:
-    """Choose the plan of least FLOPs that needs no more than a limit, or else the one that needs least."""
-    fitting = [p for p in plans if _need(p) <= limit]
-    return min(fitting, key=lambda p: p.recompute_flops) if fitting else min(plans, key=_need)
+def _within(plans: Sequence[BodyPlan], flops: float, bytes_of: Callable[[BodyPlan], int]) -> BodyPlan:
+    """Choose the plan of least memory that recomputes no more than some FLOPs."""
+    fitting = [p for p in plans if p.recompute_flops <= flops]
+    return min(fitting, key=lambda p: (bytes_of(p), _need(p), p.recompute_flops))
 
 
-def _plain(branch: Program, is_region: bool) -> BodyPlan:
-    """Price a branch that is too small for a plan of its own."""
-    traced = trace_run(branch, 0, len(branch.eqns)) if branch.eqns else None
-    kept = 0 if traced is None or is_region else analytic.kept_bytes(traced)
-    needs = 0 if traced is None else analytic.backward_bytes(traced, ())
-    return BodyPlan(Inside(), is_region, kept, kept + needs, 0.0)
+def _priced(program: Program, node: int, chosen: Sequence[BodyPlan], gpu: Target | None) -> BranchChoice:
+    """Price a plan for each branch: what the conditional keeps and returns, and the most that a branch needs beside."""
+    loop, is_region = Conditional(node, tuple(p.inside for p in chosen)), chosen[0].is_region
+    traced = trace_run(with_loops(program, (loop,)), node, node + 1)
+    kept = 0 if is_region else analytic.kept_bytes(traced, gpu=gpu)
+    inside = kept + max(p.transient_bytes - p.kept_bytes for p in chosen)
+    transient = max(inside, analytic.backward_bytes(traced, (), gpu=gpu))
+    return BranchChoice(loop, kept, transient, max(p.recompute_flops for p in chosen), is_region)

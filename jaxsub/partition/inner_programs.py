@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program, array_bytes
@@ -59,9 +58,8 @@ def _made_bytes(eqn: Any) -> int:
 
 
 def _is_deep(branch: Any) -> bool:
-    """Tell whether a branch has a loop, or enough costly equations to be cut into stages."""
-    eqns = list(_everywhere(branch))
-    return sum(map(is_costly, eqns)) >= TUNING.few_costly or any(e.primitive.name == "scan" for e in eqns)
+    """Tell whether a branch has a loop or a costly equation: then a region in it may save what is costly."""
+    return any(is_costly(eqn) or eqn.primitive.name == "scan" for eqn in _everywhere(branch))
 
 
 def _everywhere(jaxpr: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from loops import assert_same, gradient_flops
 import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, walk
+from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.costs.body_options import body_plans
 from jaxsub.costs.chain_builder import Pricer
@@ -188,6 +189,45 @@ def test_a_deep_branch_is_planned(index):
     assert any(isinstance(way, Conditional) for way in g.plan(ws, x).loops)
     assert jaxsub.measure(g, ws, x, argnums=(0, 1)).temp_bytes <= 0.45 * plain
     assert_same(f, g, ws, x)
+
+
+def kinds_of_layers(ws, x):
+    """A scan over layers of three kinds, two of them with no more than a few products."""
+
+    def dense(x, w):
+        return x + jax.nn.gelu(x @ w) @ w.T
+
+    def attention(x, w):
+        h = x @ w
+        return x + jax.nn.softmax(h @ h.T / 8) @ h @ w.T
+
+    def layer(x, of_layer):
+        w, kind = of_layer
+        return lax.switch(kind, [dense, attention, lambda x, w: x], x, w), None
+
+    return jnp.mean(lax.scan(layer, x, (ws, jnp.arange(len(ws)) % 3))[0] ** 2)
+
+
+KINDS = random.normal(random.key(0), (9, 32, 128)) / 24, random.normal(random.key(1), (256, 32))
+
+
+def test_regions_in_small_branches_save_their_products():
+    """Half of the memory takes no product a second time: elementwise work of two products is enough."""
+    plain = jaxsub.measure(kinds_of_layers, *KINDS)
+    f = jaxsub.sublinear(kinds_of_layers, budget=plain.temp_bytes // 2, progress=False)
+    assert recomputed_share(f.plan(*KINDS)) < 0.01
+    assert jaxsub.measure(f, *KINDS).temp_bytes <= plain.temp_bytes // 2
+    assert_same(kinds_of_layers, f, *KINDS)
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.25])
+def test_what_any_branch_keeps_is_counted(budget):
+    """Residuals of all branches are there whichever runs: what is predicted with plans in branches is near it."""
+    plain = jaxsub.measure(kinds_of_layers, *KINDS).temp_bytes
+    plan = jaxsub.plan(kinds_of_layers, *KINDS, budget=int(budget * plain), verify=False, progress=False)
+    measured = jaxsub.measure(jaxsub.sublinear(kinds_of_layers, plan=plan), *KINDS).temp_bytes
+    assert any(isinstance(way, Conditional) for loop in plan.loops for way in loop.inside.ways)
+    assert plan.prediction.temp_bytes == pytest.approx(measured, rel=0.2)
 
 
 def recurrent(ws, x):
