@@ -39,7 +39,7 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
     found = [n for n in graph.nodes if n.primitive == primitive]
     if not found:
         return
-    made = [_made_bytes(eqn) for eqn in program.eqns]
+    made = [made_bytes(eqn) for eqn in program.eqns]
     for node in found:
         is_active = any(graph.values[v].is_differentiated for v in node.outputs)
         is_free = node.can_recompute and may_report_again(program.eqns[node.index])
@@ -47,13 +47,13 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
             yield node.index
 
 
-def _made_bytes(eqn: Any) -> int:
+def made_bytes(eqn: Any) -> int:
     """Sum the bytes that an equation makes: of a loop in all steps, of a conditional in its largest branch."""
     own: int = sum(map(array_bytes, eqn.outvars))
     if eqn.primitive.name == "scan":
-        return own + int(eqn.params["length"]) * sum(map(_made_bytes, eqn.params["jaxpr"].eqns))
+        return own + int(eqn.params["length"]) * sum(map(made_bytes, eqn.params["jaxpr"].eqns))
     if eqn.primitive.name == "cond":
-        return own + max(sum(map(_made_bytes, branch.eqns)) for branch in eqn.params["branches"])
+        return own + max(sum(map(made_bytes, branch.eqns)) for branch in eqn.params["branches"])
     return own
 
 

@@ -34,7 +34,7 @@ from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.cuts import find_cuts, live_bytes
-from jaxsub.partition.inner_programs import find_nested
+from jaxsub.partition.inner_programs import find_nested, made_bytes
 from jaxsub.partition.traced_run import trace_run
 from jaxsub.search.found_run import Found
 from jaxsub.search.slice_seeds import batch_seeds, seeds_of_run, seeds_round_value, sources
@@ -284,6 +284,8 @@ def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes
 def batch_run(program: Program) -> Found | NotIndependent | None:
     """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
 
+    Most of what it makes has to be along the batch: with a total over it in every layer the loss alone would be sliced.
+
     The batch is that argument, not differentiated, from which a dimension of the widest value comes; state of a model
     may stand before it. Else it is the first dimension of one, or the second, behind time. `None` where it is no loss,
     or has no batch.
@@ -294,9 +296,11 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
     inputs = {v: i for i, v in enumerate(program.invars) if i not in program.differentiated}
     seeds = sources(program.eqns, program.variable(widest.index), inputs)
     first: NotIndependent | None = None
+    half = sum(map(made_bytes, program.eqns)) // 2
     for tried in ([*seeds, *batch_seeds(program, 0)[:2]], batch_seeds(program, 1)[:2]):
         found, refused = _follow_all(program, 0, len(program.eqns), tried)
-        wide = [run for run in found if _bytes_made(run.axis.steps) // run.split.parts > TUNING.least_sliced_bytes]
+        made = {run: _bytes_made(run.axis.steps) for run in found}
+        wide = [run for run, n in made.items() if n > max(half, TUNING.least_sliced_bytes * run.split.parts)]
         if wide:
             return max(wide, key=lambda f: f.carried_bytes)
         first = first or next(iter(refused), None)

@@ -281,6 +281,24 @@ def test_batch_statistics_are_never_sliced():
         assert [run for run in found if run.length == ROWS and mixing <= set(range(run.start, run.stop))] == []
 
 
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_the_loss_alone_is_not_the_whole_function(is_quantized):
+    """With a total over the batch in every layer, its labels and their errors are all that could be sliced."""
+
+    def quantized(x):
+        scale = jnp.max(jnp.abs(x))
+        return x + lax.stop_gradient(jnp.round(x / scale) * scale - x)
+
+    def loss(ws, x, y):
+        for w in ws:
+            x = x + jnp.tanh((quantized(x) if is_quantized else x) @ w) @ w.T
+        return jnp.mean((x - y) ** 2)
+
+    args = jnp.ones((6, 64, 256)), jnp.ones((2048, 64)), jnp.ones((2048, 64))
+    program = trace(loss, args, {}, argnums=(0,))
+    assert isinstance(slicing.batch_run(program), slicing.NotIndependent) is is_quantized
+
+
 def test_a_plan_in_slices_is_saved_and_loaded(tmp_path):
     """A plan in slices is the same after a file, and emits the same function."""
     plan = jaxsub.plan(classify, HEAD, X, Y, verify=False, chunks={"head": 4})
