@@ -19,13 +19,15 @@ def seeds_of_run(program: Program, start: int, stop: int) -> list[tuple[int, int
 
 
 def seeds_round_value(program: Program, start: int, stop: int, value: Value) -> list[tuple[int, int]]:
-    """Dimensions of what a run reads; of a long run only those from which the dimensions of a value come that it makes.
+    """Dimensions of what a run reads up to the last use of a value that it makes, or of all if that is nothing.
 
-    What comes from none, as a mask does, has the dimensions of the first value made of it that comes from some.
+    Of a long run only those from which the value's dimensions come. What comes from none, as a mask does, has the
+    dimensions of the first value made of it that comes from some.
     """
-    if stop - start <= TUNING.region_equations:
-        return seeds_of_run(program, start, stop)
     graph, eqns = program.graph, program.eqns[start:stop]
+    if stop - start <= TUNING.region_equations:
+        last = min(stop, graph.last_uses()[value.index] + 1)
+        return seeds_of_run(program, start, last) or seeds_of_run(program, start, stop)
     reads = {program.variable(v): v for v in graph.read_by(start, stop)}
     made = {value.index}
     for node in graph.nodes[value.producer or 0 : stop]:
