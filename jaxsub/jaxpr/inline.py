@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
@@ -45,6 +47,14 @@ def flatten_jaxpr(
     outvars = [renamed(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
+
+
+def as_array(const: Any) -> Any:
+    """A constant as the function had it: JAX keeps small ones as NumPy arrays, which no tracer can index."""
+    if isinstance(const, jax.Array) or not hasattr(const, "__array__"):
+        return const
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(const)
 
 
 def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], list[Any], list[Any]]:

@@ -1,5 +1,6 @@
 """Arrays that a function closes over are constants of what is measured, as they are of what the user runs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +77,28 @@ def test_traced_constants_are_arguments_and_random_keys_are_constants():
 def test_a_constant_that_is_too_large_to_fold_is_an_argument(monkeypatch):
     monkeypatch.setattr("jaxsub.jaxpr.constants.MOST_FOLDED", 100)
     assert not known_constants(trace(network(jnp.asarray(TABLE), 1), [W, W], {}))
+
+
+def test_a_rule_may_index_a_constant_by_what_is_traced():
+    """A derivative rule gets the arrays that the function made: JAX's own constants are NumPy's, which refuse that."""
+
+    @jax.custom_vjp
+    def at_times(x, times):
+        return jnp.sin(x * times.sum())
+
+    def backward(residuals, cotangent):
+        x, times = residuals
+        total = jax.lax.scan(lambda total, i: (total + times[i], None), 0.0, jnp.arange(len(times)))[0]
+        return cotangent * total * jnp.cos(x * total), jnp.zeros_like(times)
+
+    at_times.defvjp(lambda x, times: (at_times(x, times), (x, times)), backward)
+
+    def loss(ws, x):
+        for w in ws:
+            x = at_times(jnp.tanh(x @ w), jnp.array([0.0, 0.5, 1.0]))
+        return jnp.mean(x**2)
+
+    args = jnp.ones((8, 16, 16)) / 16, jnp.linspace(0, 1, 512 * 16).reshape(512, 16)
+    f = jaxsub.sublinear(loss, budget=0.7, progress=False)
+    assert f.plan(*args).planner != "plain"
+    chex.assert_trees_all_close(jax.grad(f)(*args), jax.grad(loss)(*args), rtol=1e-5)
