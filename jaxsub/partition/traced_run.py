@@ -27,6 +27,7 @@ from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.new_equations import barrier_eqn
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
+from jaxsub.jaxpr.ragged_products import masked_product
 from jaxsub.jaxpr.trace import Program, array_bytes
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
 
@@ -352,10 +353,14 @@ def _read_by(eqn: Any) -> list[Any]:
 def _function_of(program: Program, eqn: Any, variables: Sequence[Any], active: Sequence[int]) -> Callable[..., Any]:
     """One equation as the function of a run: of the variables that it reads, its differentiated outputs first."""
     jaxpr = compat.make_jaxpr_of(without_scatter([eqn]), variables, eqn.outvars, program.traced)
+    masked = masked_product(eqn)
 
     def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if is_known_by_result(eqn):
             outs = [tagged_result(eqn, inputs[0], lambda result, _: result, 0)]
+        elif masked is not None:
+            env = dict(zip(variables, inputs, strict=True))
+            outs = [masked(*[env[a] if compat.is_var(a) else a.val for a in eqn.invars])]
         else:
             outs = jax.core.eval_jaxpr(jaxpr, (), *inputs)
         return tuple(outs[k] for k in active), tuple(out for k, out in enumerate(outs) if k not in active)
