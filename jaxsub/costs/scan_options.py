@@ -165,7 +165,7 @@ def _unrolled(program: Program, node: int, body_chain: BodyChain, *, is_cpu: boo
     """Unroll all steps of a short loop and plan them like any program; a region around them is an option of its own."""
     eqn, body = program.eqns[node], body_program(program, node)
     (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
-    if find_loops(body) or length * len(body.eqns) > TUNING.unrolled_equations:
+    if find_loops(body) or length * sum(map(_n_equations, body.eqns)) > TUNING.unrolled_equations:
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
     early = _early_bytes(body, len(body.consts) + n_consts, n_carry, length) if is_cpu else 0
@@ -173,6 +173,11 @@ def _unrolled(program: Program, node: int, body_chain: BodyChain, *, is_cpu: boo
         loop = Loop(node, inside=plan.inside, is_unrolled=True)
         transient = max(plan.kept_bytes, plan.transient_bytes, early)
         yield LoopChoice(loop, plan.kept_bytes, transient, plan.recompute_flops)
+
+
+def _n_equations(eqn: Any) -> int:
+    """How many equations one is to a compiler: of a conditional those of all branches."""
+    return 1 + sum(sum(map(_n_equations, branch.eqns)) for branch in eqn.params.get("branches", ()))
 
 
 def _early_bytes(body: Program, n_consts: int, n_carry: int, length: int) -> int:

@@ -275,3 +275,17 @@ def test_a_deep_body_is_planned_inside():
     assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes <= budget
     assert gradient_flops(g, args) < 1.7 * gradient_flops(layers, args)
     assert_same(layers, g, *args)
+
+
+def test_a_loop_of_wide_conditionals_is_not_written_out():
+    """Every branch is compiled as often as a loop's steps are: of six branches and sixteen steps that is long."""
+
+    def f(ws, x):
+        branches = [lambda x, w=w: jax.nn.gelu(x @ w) @ w.T for w in ws]
+        return jnp.mean(lax.map(lambda rows: lax.switch(jnp.argmax(rows[0]) % 6, branches, rows), x) ** 2)
+
+    args = jnp.ones((6, 16, 64)), jnp.ones((16, 32, 16))
+    program = trace(f, args, {}, argnums=(0,))
+    (node,) = find_loops(program)
+    pricer = Pricer(program, get_target(None))
+    assert not any(choice.loop.is_unrolled for choice in loop_choices(program, node, pricer._body_chain))
