@@ -56,7 +56,7 @@ def branch_choices(
     found: list[BranchChoice] = []
     for is_region in (False, True):
         candidates = [[p for p in some if p.is_region is is_region] for some in plans]
-        chosen = dict.fromkeys((*_choices(candidates, _kept), *_choices(candidates, _need)))
+        chosen = dict.fromkeys((*_combined(candidates, _kept), *_combined(candidates, _need)))
         found += [_priced(program, node, some, gpu) for some in chosen if any(p.inside != Inside() for p in some)]
     return tuple(found)
 
@@ -69,14 +69,14 @@ def _branch_plans(branch: Program, price: BodyChain, gpu: Target | None) -> list
     traced = trace_run(branch, 0, n)
     kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
     found = [BodyPlan(Inside(), False, kept, max(kept, need), 0.0), BodyPlan(Inside(), True, 0, need, 0.0)]
-    for choice in choices(replace(traced, free=frozenset())):  # what is saved by name is no result of the branch
+    for choice in choices(replace(traced, free=frozenset())):  # a result that is saved by name is saved a second time
         saved = tuple(branch.graph.first_value(0) + offset for offset in choice.saved)
-        inside, need = Inside((Segment(0, n, saved),)), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
-        found.append(BodyPlan(inside, False, choice.saved_bytes, need, choice.recompute_flops))
+        region, need = Segment(0, n, saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
+        found.append(BodyPlan(Inside((region,)), False, choice.saved_bytes, need, choice.recompute_flops))
     return [*found, *body_plans(branch, price)]
 
 
-def _choices(
+def _combined(
     candidates: Sequence[Sequence[BodyPlan]], bytes_of: Callable[[BodyPlan], int]
 ) -> Sequence[tuple[BodyPlan, ...]]:
     """Choose a plan for every branch, a few times, with more and more recomputed FLOPs."""

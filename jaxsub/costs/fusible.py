@@ -75,7 +75,7 @@ def threefry_bytes(eqn: Any) -> int:
 
 
 def masked_bytes(eqn: Any) -> int:
-    """What a product by groups of rows takes beside its result on a CPU, where JAX lowers it to one product.
+    """What a product by groups of rows takes beside its result: JAX lowers it to one product on CPUs and GPUs.
 
     Operands are copied once for each group, with zeros in the other groups' rows: the left one, and the weights in
     another layout; where rows are summed, both (`_ragged_dot_general_impl` of JAX).

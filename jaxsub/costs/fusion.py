@@ -362,7 +362,7 @@ class Lives:
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(map(self._bytes, made))
-        inner = inner_peak(eqn, self.is_cpu) + (masked_bytes(eqn) if self.is_cpu else 0)
+        inner = inner_peak(eqn, self.is_cpu) + masked_bytes(eqn)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state, *(0 for _ in made[1:])), state
         are_stored = self.stored.issuperset(map(self.base, filter(compat.is_var, eqn.invars)))

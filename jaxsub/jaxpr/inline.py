@@ -19,6 +19,9 @@ from jax.extend.core import Literal
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.new_equations import barrier_eqn
 
+RULED = ("custom_jvp_call", "custom_vjp_call")
+"""Primitives with a derivative rule that is a user's Python function."""
+
 IN_SLICES = "jaxsub_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""
 
@@ -49,12 +52,15 @@ def flatten_jaxpr(
     return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
 
 
-def as_array(const: Any) -> Any:
-    """A constant as the function had it: JAX keeps small ones as NumPy arrays, which no tracer can index."""
-    if isinstance(const, jax.Array) or not hasattr(const, "__array__"):
-        return const
+def arrays_for_rules(eqns: Sequence[Any], variables: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+    """Constants, those that a derivative rule reads as JAX arrays, as the function gave them to it.
+
+    JAX keeps them as NumPy arrays, which a rule cannot index by what is traced. Others stay: they may be large.
+    """
+    read = {a for eqn in eqns if eqn.primitive.name in RULED for a in eqn.invars if compat.is_var(a)}
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(const)
+        return [jnp.asarray(c) if v in read and not isinstance(c, jax.Array) else c
+                for v, c in zip(variables, consts, strict=False)]  # fmt: skip
 
 
 def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], list[Any], list[Any]]:

@@ -25,7 +25,7 @@ from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signature_of
-from jaxsub.jaxpr.inline import as_array, flatten_jaxpr, live_eqns, reports_last, scope_of
+from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
 
 ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
@@ -189,7 +189,7 @@ def trace(
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
-    consts = list(map(as_array, consts))
+    consts = arrays_for_rules(eqns, invars, consts)
     positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
     wanted = _first_floating(args) if argnums is None else argnums
     chosen = {len(consts) + i for i in _argument_positions(args, wanted, len(leaves))}

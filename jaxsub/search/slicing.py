@@ -299,8 +299,8 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
     half = sum(map(made_bytes, program.eqns)) // 2
     for tried in ([*seeds, *batch_seeds(program, 0)[:2]], batch_seeds(program, 1)[:2]):
         found, refused = _follow_all(program, 0, len(program.eqns), tried)
-        made = {run: _bytes_made(run.axis.steps) for run in found}
-        wide = [run for run, n in made.items() if n > max(half, TUNING.least_sliced_bytes * run.split.parts)]
+        wide = [run for run in found
+                if _bytes_made(run.axis.steps) > max(half, TUNING.least_sliced_bytes * run.split.parts)]  # fmt: skip
         if wide:
             return max(wide, key=lambda f: f.carried_bytes)
         first = first or next(iter(refused), None)

@@ -102,3 +102,10 @@ def test_a_rule_may_index_a_constant_by_what_is_traced():
     f = jaxsub.sublinear(loss, budget=0.7, progress=False)
     assert f.plan(*args).planner != "plain"
     chex.assert_trees_all_close(jax.grad(f)(*args), jax.grad(loss)(*args), rtol=1e-5)
+
+
+def test_a_constant_that_no_rule_reads_is_copied_to_no_device():
+    """A table may be large: JAX's own constant stands for it until the gradient runs."""
+    program = trace(lambda w, x: jnp.sum(w * x * TABLE[0]), [W, W], {})
+    assert program.consts
+    assert not any(isinstance(const, jax.Array) for const in program.consts)
