@@ -142,11 +142,14 @@ class Inside:
         segments: Its outermost segments, in order, disjoint.
         barriers: Nodes that have a gradient barrier in front of them, in order.
         ways: How its loops and conditionals run that do not run plainly.
+        saved: Values that it makes that the innermost region around it saves, as offsets from the first; only where
+            it has no barriers, and no segments but one of all of it, which is inside that region.
     """
 
     segments: tuple[Segment, ...] = ()
     barriers: tuple[int, ...] = ()
     ways: tuple[ControlFlow, ...] = ()
+    saved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,10 @@ class Loop:
         node: Its node, counted from the first node of the stage in an `Option`, and of the program in a `Plan`.
         blocks: Steps in each block, outermost blocks first, each size smaller than the one before; every block is a
             region that saves its first carry.
-        is_recomputed: Whether each step is a region too.
-        saved: Saved values of such a step, as offsets from the first value that its body makes.
+        is_recomputed: Whether each step is a region too, which saves what is saved `inside`.
         kept_steps: How many of the last steps are outside all blocks and keep their residuals.
-        kept_saved: Saved values of each of those, in a region of its own; `None` for no region.
+        kept_saved: Saved values of each of those, in a region of its own, as offsets from the first value that the
+            body makes; `None` for no region.
         inside: How its body runs.
         is_unrolled: Whether all steps are unrolled into one program: `inside` is a plan of that, the rest unset.
     """
@@ -168,11 +171,20 @@ class Loop:
     node: int
     blocks: tuple[int, ...] = ()
     is_recomputed: bool = False
-    saved: tuple[int, ...] = ()
     kept_steps: int = 0
     kept_saved: tuple[int, ...] | None = None
     inside: Inside = Inside()
     is_unrolled: bool = False
+
+    @property
+    def programs(self) -> tuple[Inside, ...]:
+        """How its body runs."""
+        return (self.inside,)
+
+    @property
+    def is_region(self) -> bool:
+        """Whether its body is a region."""
+        return self.is_recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +194,17 @@ class Conditional:
     Attributes:
         node: Its node, counted as a `Loop`'s.
         branches: How each branch runs, in the order of the equation's branches.
+        is_region: Whether all of it is one region, which saves what is saved inside its branches.
     """
 
     node: int
     branches: tuple[Inside, ...]
+    is_region: bool = False
+
+    @property
+    def programs(self) -> tuple[Inside, ...]:
+        """How each branch runs."""
+        return self.branches
 
 
 if TYPE_CHECKING:
@@ -206,22 +225,40 @@ def walk(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield from walk(segment.children)
 
 
-def saving_in_nests(inside: Inside, *, is_nested: bool = False) -> Iterator[Segment | Loop]:
-    """Yield segments and loops that save values inside another region, in order; `inside` may itself be in one.
+def saving_in_nests(inside: Inside, *, depth: int = 0) -> Iterator[Segment | ControlFlow]:
+    """Yield segments, loops and conditionals that save values inside another region, in order.
+
+    Args:
+        inside: How a program runs.
+        depth: How many regions are around it.
 
     Example:
         >>> nest = Segment(0, 9, children=(Segment(0, 4, saved=(3,)), Segment(5, 9)))
         >>> [(found.start, found.stop) for found in saving_in_nests(Inside((nest,)))]
         [(0, 4)]
     """
-    outer = inside.segments if is_nested else (child for segment in inside.segments for child in segment.children)
+    outer = inside.segments if depth else (child for segment in inside.segments for child in segment.children)
     yield from (segment for segment in walk(tuple(outer)) if segment.saved)
     for way in inside.ways:
-        if isinstance(way, Conditional):
-            for branch in way.branches:
-                yield from saving_in_nests(branch, is_nested=is_nested)
-            continue
-        is_block = is_nested or bool(way.blocks)
-        if (is_block and way.saved) or (is_nested and way.kept_saved):
+        around = depth + way.is_region + (isinstance(way, Loop) and bool(way.blocks))
+        in_tail = depth > 0 and isinstance(way, Loop) and bool(way.kept_saved)
+        if in_tail or (around > 1 and any(p.saved for p in way.programs)):
             yield way
-        yield from saving_in_nests(way.inside, is_nested=is_block or way.is_recomputed)
+        for program in way.programs:
+            yield from saving_in_nests(program, depth=around)
+
+
+def is_saving(way: ControlFlow) -> bool:
+    """Tell whether values are saved inside a loop or conditional, but for those that regions inside it save.
+
+    Example:
+        >>> branch = Inside(ways=(Loop(3, inside=Inside(saved=(0,))),))
+        >>> is_saving(Conditional(5, (branch, Inside()), is_region=True))
+        True
+    """
+    return any(p.saved or any(not inner.is_region and is_saving(inner) for inner in p.ways) for p in way.programs)
+
+
+def depth_of(way: ControlFlow) -> int:
+    """Count how deep loops and conditionals nest, this one included."""
+    return 1 + max((depth_of(inner) for program in way.programs for inner in program.ways), default=0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jaxsub.core.chain import Chain, Option, Prediction, Run, Untimed
+from jaxsub.core.decisions import Inside, saving_in_nests
 from jaxsub.core.errors import PlannerError
 from jaxsub.core.timeline import own_recompute, stage_timeline
 
@@ -23,6 +24,8 @@ def check_runs(chain: Chain, runs: Sequence[Run]) -> None:
 
 def may_nest(chain: Chain, option: Option) -> bool:
     """Tell whether a region with this option is allowed inside a nest."""
+    if not chain.saves_in_nests and any(saving_in_nests(Inside(ways=option.loops), depth=1)):
+        return False
     return not option.saved or (chain.saves_in_nests and not option.offloaded)
 
 

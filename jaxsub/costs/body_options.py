@@ -9,11 +9,11 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from jaxsub.core.chain import Chain, Item, Run
+from jaxsub.core.chain import Chain, Item, Option, Run
 from jaxsub.core.decisions import Inside
 from jaxsub.core.plan import decisions_of
 from jaxsub.core.simulate import extra_flops, may_nest, predict
@@ -56,7 +56,7 @@ def body_cuts(body: Program, most: int = TUNING.most_stages) -> tuple[int, ...]:
 
 
 def body_plans(
-    body: Program, price: BodyChain, *, in_regions: bool = True, most: int = TUNING.most_stages
+    body: Program, price: BodyChain, *, in_regions: bool = True, most: int = TUNING.most_stages, times: int = 1
 ) -> tuple[BodyPlan, ...]:
     """Plans for a body, those that nest in a region and those that do not.
 
@@ -65,6 +65,7 @@ def body_plans(
         price: Prices it, cut into stages.
         in_regions: Whether to plan for a region around the body too.
         most: The most stages.
+        times: How often the body runs: so many may keep what they keep at once.
 
     Returns:
         The plans, least FLOPs first; none for a body of one stage.
@@ -73,7 +74,7 @@ def body_plans(
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)
-    return (*(_nested(chain) if in_regions else ()), *_kept(chain))
+    return (*(_nested(chain) if in_regions else ()), *_kept(chain, times))
 
 
 def _nested(chain: Chain) -> Iterator[BodyPlan]:
@@ -88,8 +89,11 @@ def _frontier(chain: Chain) -> Frontier:
     return solve(chain, slots=TUNING.body_slots).frontier(TUNING.body_plans)
 
 
-def _kept(chain: Chain) -> Iterator[BodyPlan]:
-    for costs in _thinned(_costs(chain, runs) for _, _, runs in _frontier(chain)):
+def _kept(chain: Chain, times: int) -> Iterator[BodyPlan]:
+    """Plans without a region around the body: of least peak, and of least kept bytes for what runs many times."""
+    found = [_costs(chain, runs) for _, _, runs in _frontier(chain)]
+    found += [_costs(chain, runs) for runs in _least_kept(chain)]
+    for costs in dict.fromkeys((*_thinned(found), *_thinned(found, times))):
         yield BodyPlan(_inside(chain, costs.runs), False, costs.kept_bytes, costs.transient_bytes,
                        costs.recompute_flops)  # fmt: skip
 
@@ -117,12 +121,41 @@ def _inside(chain: Chain, runs: Sequence[Run]) -> Inside:
     return Inside(*decisions_of(chain, runs))
 
 
-def _thinned(found: Iterable[_Costs]) -> list[_Costs]:
-    """Choose a few, by rising recompute and clearly falling memory."""
+def _least_kept(chain: Chain) -> Iterator[tuple[Run, ...]]:
+    """Plans of least kept bytes, whatever is live beside them: those of a chain whose passes allocate nothing else."""
+    originals, items = dict[tuple[int, int, Option], Option](), list[Item]()
+    for item in chain.items:
+        options = tuple(replace(o, transient_bytes=o.saved_bytes) for o in item.options)
+        originals.update(((item.start, item.stop, o), own) for o, own in zip(options, item.options, strict=True))
+        items.append(replace(item, options=options))
+    stages = [replace(s, forward_bytes=0, transient_bytes=s.hoisted_bytes, keep_transient_bytes=s.keep_bytes)
+              for s in chain.stages]  # fmt: skip
+    # the passes of a chain's last stage follow on one another; those of a body's do not
+    stages[-1] = replace(stages[-1], transient_bytes=stages[-1].keep_bytes)
+    crossings = tuple(replace(c, cotangent_bytes=0) for c in chain.crossings)
+    bare = replace(chain, stages=tuple(stages), items=tuple(items), crossings=crossings)
+    for _, _, runs in _frontier(bare):
+        if not any(run.children for run in runs):
+            yield tuple(_original(chain, run, originals) for run in runs)
+
+
+def _original(chain: Chain, run: Run, originals: Mapping[tuple[int, int, Option], Option]) -> Run:
+    """The run of a chain that one of the same chain without transient bytes is."""
+    if run.option is None:
+        return run
+    known = originals.get((run.start, run.stop, run.option))
+    return chain.recompute(run.start) if known is None else replace(run, option=known)
+
+
+def _thinned(found: Iterable[_Costs], times: int = 1) -> list[_Costs]:
+    """Choose a few, by rising recompute and clearly falling memory, where so many bodies keep what they keep."""
+
+    def need(costs: _Costs) -> int:
+        return times * costs.kept_bytes + costs.transient_bytes
+
     steps: list[_Costs] = []
-    for costs in sorted(found, key=lambda c: (c.recompute_flops, c.kept_bytes + c.transient_bytes)):
-        need = costs.kept_bytes + costs.transient_bytes
-        if not steps or need < TUNING.much_less * (steps[-1].kept_bytes + steps[-1].transient_bytes):
+    for costs in sorted(found, key=lambda c: (c.recompute_flops, need(c))):
+        if not steps or need(costs) < TUNING.much_less * need(steps[-1]):
             steps.append(costs)
     return evenly(steps, TUNING.body_plans)
 

@@ -4,22 +4,28 @@ Which branch of a `lax.cond` or `lax.switch` runs is not known in advance. JAX r
 residuals, by shape and dtype: what one branch keeps is there whichever runs. So a choice is priced from its trace, with
 the plans in its branches. Recomputed FLOPs are those of the branch that recomputes most; so for each number of FLOPs
 that a plan of some branch recomputes, every branch takes the plan of least memory that recomputes no more.
+
+Regions inside branches keep what they read, a copy of the weights too, since the conditional returns it. A region
+around the conditional reads its operands; such a region can save values of branches, of conditionals in them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jaxsub.core.decisions import Conditional, Inside, Segment
+from jaxsub.core.decisions import Conditional, Inside, Segment, is_saving
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans, evenly
 from jaxsub.devices.targets import Target
 from jaxsub.emission.scans import branch_programs, with_loops
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.min_cut import choices
-from jaxsub.partition.traced_run import trace_run
+from jaxsub.partition.inner_programs import find_conditionals
+from jaxsub.partition.min_cut import Choice, choices
+from jaxsub.partition.traced_run import TracedRun, trace_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +64,17 @@ def branch_choices(
         candidates = [[p for p in some if p.is_region is is_region] for some in plans]
         chosen = dict.fromkeys((*_combined(candidates, _kept), *_combined(candidates, _need)))
         found += [_priced(program, node, some, gpu) for some in chosen if any(p.inside != Inside() for p in some)]
-    return tuple(found)
+    return (*_saving(program, node, gpu), *found)
 
 
 def _branch_plans(branch: Program, price: BodyChain, gpu: Target | None) -> list[BodyPlan]:
-    """Plans of a branch: none, a region around all of it that saves less and less, or regions of its stages."""
+    """Plans of a branch: none, a region around all of it, or regions of its stages."""
     n = len(branch.eqns)
     if not n:
         return [BodyPlan(Inside(), is_region, 0, 0, 0.0) for is_region in (False, True)]
     traced = trace_run(branch, 0, n)
     kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
     found = [BodyPlan(Inside(), False, kept, max(kept, need), 0.0), BodyPlan(Inside(), True, 0, need, 0.0)]
-    for choice in choices(replace(traced, free=frozenset())):  # a result that is saved by name is saved a second time
-        saved = tuple(branch.graph.first_value(0) + offset for offset in choice.saved)
-        region, need = Segment(0, n, saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
-        found.append(BodyPlan(Inside((region,)), False, choice.saved_bytes, need, choice.recompute_flops))
     return [*found, *body_plans(branch, price)]
 
 
@@ -107,3 +109,70 @@ def _priced(program: Program, node: int, chosen: Sequence[BodyPlan], gpu: Target
     inside = kept + max(p.transient_bytes - p.kept_bytes for p in chosen)
     transient = max(inside, analytic.backward_bytes(traced, (), gpu=gpu))
     return BranchChoice(loop, kept, transient, max(p.recompute_flops for p in chosen), is_region)
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """What a branch may save by name.
+
+    Attributes:
+        n_nodes: How many equations it has.
+        choices: Choices of its values, without those in conditionals; what these recompute is part of all.
+        conditionals: Its conditionals, by node, and what their branches may save.
+    """
+
+    n_nodes: int
+    choices: tuple[Choice, ...]
+    conditionals: tuple[tuple[int, tuple[_Branch, ...]], ...]
+
+    @classmethod
+    def of(cls, branch: Program) -> _Branch:
+        """Find it, branches inside branches too."""
+        if not branch.eqns:
+            return cls(0, (), ())
+        traced = trace_run(branch, 0, len(branch.eqns))
+        inner = ((i, tuple(map(cls.of, branch_programs(branch, i)))) for i in find_conditionals(branch))
+        # a result that is saved by name is saved a second time
+        return cls(len(branch.eqns), choices(replace(traced, free=frozenset())), tuple(inner))
+
+    @property
+    def least_flops(self) -> float:
+        """What all its choices recompute."""
+        return min((c.recompute_flops for c in self.choices), default=0.0)
+
+    def limits(self) -> set[float]:
+        """The FLOPs that its choices recompute beside that, and those of branches inside it."""
+        inner = (branch.limits() for _, branches in self.conditionals for branch in branches)
+        return {c.recompute_flops - self.least_flops for c in self.choices}.union(*inner)
+
+    def inside(self, limit: float, *, is_region: bool) -> Inside:
+        """Save as few bytes as can be for so many recomputed FLOPs, in it and in each branch inside it."""
+        fitting = [c for c in self.choices if c.recompute_flops - self.least_flops <= limit]
+        saved = min(fitting, key=lambda c: c.saved_bytes).saved if fitting else ()
+        inner = ((i, tuple(b.inside(limit, is_region=False) for b in branches)) for i, branches in self.conditionals)
+        ways = tuple(Conditional(i, branches) for i, branches in inner if any(b != Inside() for b in branches))
+        return Inside((Segment(0, self.n_nodes),) if is_region and saved else (), ways=ways, saved=saved)
+
+
+def _saving(program: Program, node: int, gpu: Target | None) -> Iterator[BranchChoice]:
+    """Yield regions around a conditional that save values of its branches, less and less.
+
+    As it runs again such a region returns all residuals of a branch at once. A branch that is a region too returns what
+    it reads, which may be more.
+    """
+    branches = [_Branch.of(branch) for branch in branch_programs(program, node)]
+    plain = _flops(trace_run(program, node, node + 1))
+    for limit in evenly(sorted(set[float]().union(*(b.limits() for b in branches))), TUNING.body_plans):
+        ways = [Conditional(node, tuple(b.inside(limit, is_region=is_region) for b in branches), is_region=True)
+                for is_region in ((False, True) if compat.saves_in_nests() else (False,))]  # fmt: skip
+        found = []
+        for loop in dict.fromkeys(filter(is_saving, ways)):
+            traced = trace_run(with_loops(program, (loop,)), node, node + 1)
+            kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
+            found.append(BranchChoice(loop, kept, max(kept, need), _flops(traced) - plain, is_region=False))
+        if found:
+            yield min(found, key=lambda c: (c.kept_bytes, c.transient_bytes))
+
+
+def _flops(traced: TracedRun) -> float:
+    return sum((flops_of(e) for e in (*traced.forward, *traced.backward)), Flops()).weighted

@@ -214,7 +214,8 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         need = partial(analytic.backward_bytes, traced, gpu=gpu)
         steps += _steps(traced, inner, n_consts, n_carry, _flops(traced) - plain, need)
     if body_chain is not None:
-        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps)
+        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps,
+                                eqn.params["length"])  # fmt: skip
     return _Body(
         node=node,
         length=eqn.params["length"],
@@ -268,18 +269,19 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: i
     # a carried value is stacked a second time when it is saved by name, so no value is free here
     for choice in reversed(choices(replace(traced, free=frozenset()))):
         flops = choice.recompute_flops + inner_flops
-        fields = {"inside": inside, "is_recomputed": True, "saved": choice.saved}
+        fields = {"inside": replace(inside, saved=choice.saved), "is_recomputed": True}
         entry_bytes = sum(map(traced.bytes_of, carry & traced.read_with(choice.saved)))
         yield _Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
 
 
-def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step]) -> Iterator[_Step]:
+def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step],
+                   length: int) -> Iterator[_Step]:  # fmt: skip
     """Yield steps with a plan inside, in a region around the step and without one."""
-    nothing_saved = {"inside": Inside(), "is_recomputed": True, "saved": ()}
+    nothing_saved = {"inside": Inside(), "is_recomputed": True}
     flops = next(s.recompute_flops for s in plain if s.fields == nothing_saved)
-    for found in body_plans(body, body_chain):
+    for found in body_plans(body, body_chain, times=length):
         if found.is_region:
-            fields = {"inside": found.inside, "is_recomputed": True, "saved": ()}
+            fields = {"inside": found.inside, "is_recomputed": True}
             yield _Step(fields, carry_bytes, found.transient_bytes, flops + found.recompute_flops)
         else:
             yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, found.transient_bytes,
@@ -326,9 +328,9 @@ def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
 
 def _tails(body: _Body) -> list[_Step]:
     """List the choices for steps outside all blocks."""
-    plainly = [s for s in body.steps if s.fields["inside"] == Inside()]
+    plainly = [s for s in body.steps if replace(s.fields["inside"], saved=()) == Inside()]
     return [s for s in plainly
-            if s is body.plain or s.fields.get("saved") or s.recompute_flops < NEAR_FLOPS * body.flops]  # fmt: skip
+            if s is body.plain or s.fields["inside"].saved or s.recompute_flops < NEAR_FLOPS * body.flops]  # fmt: skip
 
 
 def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
@@ -367,7 +369,8 @@ def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, 
     flops = n * (levels * (body.flops - body.once_flops) + step.recompute_flops) + kept_steps * tail.recompute_flops
     flops += sum(n / size for size in sizes[1:]) * body.once_flops
     loop = Loop(body.node, tuple(sizes[1:]), kept_steps=kept_steps,
-                kept_saved=tail.fields.get("saved") if kept_steps else None, **step.fields)  # fmt: skip
+                kept_saved=tail.fields["inside"].saved if kept_steps and tail.fields.get("is_recomputed") else None,
+                **step.fields)  # fmt: skip
     return LoopChoice(loop, kept, transient, flops)
 
 

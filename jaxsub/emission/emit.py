@@ -68,9 +68,7 @@ def check(program: Program, plan: Plan) -> None:
         raise UnsupportedError(f"These must run exactly once and cannot be in a recomputed segment: {lines}.")
     nested = list(saving_in_nests(Inside(plan.segments, ways=plan.loops)))
     if nested and not compat.saves_in_nests():
-        where = ", ".join(
-            f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"steps of loop {s.node}" for s in nested
-        )
+        where = ", ".join(f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"equation {s.node}" for s in nested)
         raise UnsupportedError(
             f"With jax_remat3, JAX recomputes the values that these save inside other regions: {where}. Make a new "
             "plan with jaxsub.plan, or turn jax_remat3 off."

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, depth_of, is_saving
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
@@ -39,13 +39,19 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 """(constants, carry, slice of xs) -> (carry, slice of ys)."""
 
 
-def with_loops(program: Program, loops: Sequence[ControlFlow]) -> Program:
-    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is."""
+def with_loops(program: Program, loops: Sequence[ControlFlow], name: str = "") -> Program:
+    """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is.
+
+    Args:
+        program: The program.
+        loops: How they run.
+        name: The name by which the innermost region around the program saves; empty for no region that saves.
+    """
     if not loops:
         return program
     eqns, signatures = list(program.eqns), list(program.signatures)
     for loop in loops:
-        run = _Scan.of(program, loop) if isinstance(loop, Loop) else _switch(program, loop)
+        run = _Scan.of(program, loop, name) if isinstance(loop, Loop) else _switch(program, loop, name)
         eqns[loop.node] = _rewritten(program.eqns[loop.node], run)
         signatures[loop.node] = _signature(signatures[loop.node], loop)
     return replace(program, eqns=tuple(eqns), signatures=tuple(signatures))
@@ -100,18 +106,44 @@ def _rewritten(eqn: Any, function: Callable[[Sequence[Any]], Sequence[Any]]) -> 
     return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), params=params, source_info=eqn.source_info)
 
 
-def _switch(program: Program, way: Conditional) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _switch(program: Program, way: Conditional, name: str) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    inner = _name_inside(way, name)
     branches = [
-        _planned(branch, inside)
+        _planned(branch, inside, inner)
         for branch, inside in zip(branch_programs(program, way.node), way.branches, strict=True)
     ]
-    return lambda args: jax.lax.switch(args[0], branches, *args[1:])
+
+    def switch(*args: Any) -> list[Any]:
+        found: list[Any] = jax.lax.switch(args[0], branches, *args[1:])
+        return found
+
+    region = _region(switch, way, prevent_cse=True) if way.is_region else switch
+    return lambda args: region(*args)
 
 
-def _planned(body: Program, inside: Inside, *, holds_weights: bool = True) -> Callable[..., list[Any]]:
+def _name_inside(way: ControlFlow, name: str) -> str:
+    """The name by which the innermost region around the programs of a loop or conditional saves.
+
+    In regions inside one another names differ: an outer one sees those of an inner one too.
+    """
+    if way.is_region:
+        return f"jaxsub_inside_{depth_of(way)}"
+    return "" if isinstance(way, Loop) and way.blocks else name
+
+
+def _region(run: Any, way: ControlFlow, *, prevent_cse: bool) -> Any:
+    """Make a region of a step or conditional that saves what is saved inside it."""
+    policy = jax.checkpoint_policies.save_only_these_names(_name_inside(way, "")) if is_saving(way) else None
+    return compat.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+
+
+def _planned(body: Program, inside: Inside, name: str = "", *, holds_weights: bool = True) -> Callable[..., list[Any]]:
     """Make a function of a body or branch under a plan."""
-    function = with_regions(with_loops(body, inside.ways), inside.segments, inside.barriers, scope="",
-                            holds_weights=holds_weights)  # fmt: skip
+    body = with_loops(body, inside.ways, name)
+    if inside.saved and name:
+        function = _named(body, inside.saved, name)
+        return compat.checkpoint(function) if inside.segments else function
+    function = with_regions(body, inside.segments, inside.barriers, scope="", holds_weights=holds_weights)
     dtypes = [a.aval.dtype for a in body.outvars]
     return lambda *args: [o if isinstance(o, jax.Array) else jnp.asarray(o, d)
                           for o, d in zip(function(*body.consts, *args), dtypes, strict=True)]  # fmt: skip
@@ -146,8 +178,8 @@ def step_of(program: Program, loop: Loop) -> tuple[Program, Callable[..., Values
     """The body of a loop, a step of it as a function of all its inputs, and how many are constants and carries."""
     body, n_carry = body_of(program, loop)
     n_consts = len(body.consts) + compat.scan_sizes(program.eqns[loop.node])[0]
-    step = _step(body, n_carry, loop.inside, loop.saved)
-    step = _region(step, loop.saved, prevent_cse=False) if loop.is_recomputed else step
+    step = _step(body, n_carry, loop.inside, _name_inside(loop, ""))
+    step = _region(step, loop, prevent_cse=False) if loop.is_recomputed else step
     n, end = len(body.consts), n_consts + n_carry
 
     def run(*args: Any) -> Values:
@@ -167,19 +199,20 @@ class _Scan:
     kept_step: Step
 
     @classmethod
-    def of(cls, program: Program, loop: Loop) -> _Scan:
+    def of(cls, program: Program, loop: Loop, name: str) -> _Scan:
         eqn, (body, n_carry) = program.eqns[loop.node], body_of(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
         is_split = bool(loop.blocks or loop.kept_steps)
-        plain = _step(body, n_carry, loop.inside, loop.saved, holds_weights=loop.is_recomputed or loop.is_unrolled)
-        named = _step(body, n_carry, Inside(), loop.kept_saved)
-        step = _indexed(plain, n_consts) if is_split else plain
-        if loop.kept_saved is not None:
-            # a loop of one step is none to the compiler
-            named = _region(_indexed(named, n_consts), loop.kept_saved, prevent_cse=loop.kept_steps == 1)
+        holds_weights = loop.is_recomputed or loop.is_unrolled
+        step = _step(body, n_carry, loop.inside, _name_inside(loop, name), holds_weights=holds_weights)
+        step = _indexed(step, n_consts) if is_split else step
         if loop.is_recomputed:  # in a loop CSE finds nothing equal
-            step = _region(step, loop.saved, prevent_cse=False)
-        return cls(eqn, loop, step, named)
+            step = _region(step, loop, prevent_cse=False)
+        last = Loop(loop.node, is_recomputed=loop.kept_saved is not None, inside=Inside(saved=loop.kept_saved or ()))
+        kept = _step(body, n_carry, last.inside, _name_inside(last, ""))
+        if last.is_recomputed:  # a loop of one step is none to the compiler
+            kept = _region(_indexed(kept, n_consts), last, prevent_cse=loop.kept_steps == 1)
+        return cls(eqn, loop, step, kept)
 
     def __call__(self, args: Sequence[Any]) -> Values:
         n_consts, n_carry = compat.scan_sizes(self.eqn)
@@ -249,11 +282,9 @@ class _Scan:
         return tuple(jnp.concatenate(pair) for pair in pairs)
 
 
-def _step(
-    body: Program, n_carry: int, inside: Inside, saved: Sequence[int] | None, *, holds_weights: bool = True
-) -> Step:
-    """Make a step from the body, under a plan or with some of its values named."""
-    function = _named(body, saved) if saved else _planned(body, inside, holds_weights=holds_weights)
+def _step(body: Program, n_carry: int, inside: Inside, name: str, *, holds_weights: bool = True) -> Step:
+    """Make a step from the body under a plan."""
+    function = _planned(body, inside, name, holds_weights=holds_weights)
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         outs = tuple(function(*consts, *carry, *x))
@@ -262,9 +293,10 @@ def _step(
     return step
 
 
-def _named(body: Program, saved: Sequence[int]) -> Callable[..., list[Any]]:
+def _named(body: Program, saved: Sequence[int], name: str) -> Callable[..., list[Any]]:
+    """Make a function of a body or branch in which some values have a name."""
     base, graph, last = len(body.invars), body.graph, body.graph.last_uses()
-    function = run_function(body, 0, len(body.eqns), tag=_name, saved=saved)
+    function = run_function(body, 0, len(body.eqns), tag=lambda x, _: compat.checkpoint_name(x, name), saved=saved)
     index = {v: i for i, v in enumerate([*body.invars, *(v for eqn in body.eqns for v in eqn.outvars)])}
     outputs = [index[a] if compat.is_var(a) else a for a in body.outvars]
     made = [v for v in range(base, len(graph.values)) if last[v] >= len(body.eqns)]
@@ -287,12 +319,3 @@ def _indexed(step: Step, n_consts: int) -> Step:
         return step(consts[:n_consts], carry, tuple(_at(whole, x[0], part) for whole, part in parts))
 
     return at_index
-
-
-def _region(step: Step, saved: Sequence[int], *, prevent_cse: bool = False) -> Step:
-    policy = jax.checkpoint_policies.save_only_these_names(*(f"jaxsub_step_{o}" for o in saved)) if saved else None
-    return compat.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
-
-
-def _name(x: Any, offset: int) -> Any:
-    return compat.checkpoint_name(x, f"jaxsub_step_{offset}")

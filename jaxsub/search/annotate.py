@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from jaxsub.core.decisions import ControlFlow, Loop, Slices
+from jaxsub.core.decisions import ControlFlow, Inside, Loop, Slices
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.graph import Graph, Node
 from jaxsub.core.plan import Plan
@@ -97,8 +97,7 @@ def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
     sizes = [n, *(b for b in loop.blocks if b < n)]
     stored = sum(-(-a // b) * carried for a, b in pairwise(sizes)) + sizes[-1] * sum(h.n_bytes * h.count for h in saved)
     if loop.kept_steps:
-        last = replace(loop, blocks=(), kept_steps=0, is_recomputed=loop.kept_saved is not None,
-                       saved=loop.kept_saved or ())  # fmt: skip
+        last = Loop(loop.node, is_recomputed=loop.kept_saved is not None, inside=Inside(saved=loop.kept_saved or ()))
         kept = _saved(_traced(*step_of(program, last)[:2]), carry)
         stored += loop.kept_steps * sum(h.n_bytes * h.count for h in kept)
     node = program.graph.nodes[loop.node]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, walk
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, is_saving, walk
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import MOST_FAULTS, Plan, segment_faults
 from jaxsub.core.tuning import TUNING
@@ -66,6 +66,11 @@ def _inside_faults(program: Program, inside: Inside, where: str = "") -> Iterato
     for segment in walk(inside.segments):
         if 0 <= segment.start < segment.stop <= n_nodes:
             yield from (where + fault for fault in _saved_faults(program, segment, fences, n_values))
+    n_made = n_values - len(program.invars)
+    if not all(0 <= v < n_made for v in inside.saved):
+        yield f"{where}values are saved that are not among the {n_made} it makes"
+    if inside.saved and (fences or inside.segments not in ((), (Segment(0, n_nodes),))):
+        yield f"{where}values are saved beside segments or barriers inside"
     if any(inner.offloaded for outer in inside.segments for inner in walk(outer.children)):
         yield f"{where}a segment inside another saves values off the device"
     nodes = [way.node for way in inside.ways]
@@ -74,6 +79,8 @@ def _inside_faults(program: Program, inside: Inside, where: str = "") -> Iterato
         return
     for way in inside.ways:
         yield from (f"{where}equation {way.node}: {fault}" for fault in _way_faults(program, way))
+        if not where and is_saving(way) and not way.is_region:
+            yield f"equation {way.node}: values are saved inside it, with no region around them"
 
 
 def _saved_faults(program: Program, segment: Segment, fences: Sequence[int], n_values: int) -> Iterator[str]:
@@ -123,6 +130,6 @@ def _loop_faults(program: Program, eqn: Any, loop: Loop) -> Iterator[str]:
         yield f"of {length} steps {loop.kept_steps} are kept"
     body, _ = body_of(program, loop)
     n_made = len(body.graph.values) - len(body.invars)
-    if not all(0 <= v < n_made for v in (*loop.saved, *(loop.kept_saved or ()))):
-        yield f"a step saves values that are not among the {n_made} it makes"
+    if not all(0 <= v < n_made for v in loop.kept_saved or ()):
+        yield f"the last steps save values that are not among the {n_made} they make"
     yield from _inside_faults(body, loop.inside, "in a step, ")

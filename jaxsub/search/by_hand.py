@@ -266,7 +266,8 @@ def _names_of_products(piece: _Piece) -> tuple[str, ...]:
 
 
 def _as_loops(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Loop, ...]:
-    return tuple(Loop(piece.node, is_recomputed=True, saved=chosen[piece.kind].saved) for piece in pieces)
+    return tuple(Loop(piece.node, is_recomputed=True, inside=Inside(saved=chosen[piece.kind].saved))
+                 for piece in pieces)  # fmt: skip
 
 
 def _as_segments(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Segment, ...]:

@@ -126,7 +126,7 @@ def _regions(program: Program, plan: Plan) -> Iterator[_Region]:
         if isinstance(loop, Loop) and loop.is_recomputed:
             body = body_program(program, loop.node)
             first = body.graph.first_value(0)
-            yield _Region(body, 0, len(body.eqns), tuple(first + v for v in loop.saved))
+            yield _Region(body, 0, len(body.eqns), tuple(first + v for v in loop.inside.saved))
 
 
 def _unsaid(program: Program, plan: Plan) -> Iterator[str]:

@@ -90,7 +90,7 @@ def ways_lines(ways: Sequence[ControlFlow], opened: Sequence[Steps], indent: str
     for node in sorted({*told, *known}):
         way, steps = told.get(node, Loop(node)), known.get(node)
         if isinstance(way, Conditional):
-            yield f"{indent}branches   equation {way.node}:"
+            yield f"{indent}branches   equation {way.node}:{' recomputed' if way.is_region else ''}"
             for number, inside in enumerate(way.branches):
                 yield f"{indent}  branch {number}: {_inside_words(inside)}"
                 yield from ways_lines(inside.ways, (), indent + "    ")
@@ -145,8 +145,8 @@ def _steps_lines(steps: Steps, ways: Sequence[ControlFlow], inside: str, indent:
 def _inside_words(inside: Inside) -> str:
     """What happens to a loop's body or a branch."""
     regions = list(walk(inside.segments))
-    saved = sum(len(segment.saved) for segment in regions)
-    if not regions and not inside.barriers:
+    saved = sum(len(segment.saved) for segment in regions) + len(inside.saved)
+    if inside == Inside(ways=inside.ways):
         return "as it is"
     words = f"{len(regions)} regions, {saved} values saved" if saved else f"{len(regions)} regions"
     return f"{words}, {len(inside.barriers)} barriers"

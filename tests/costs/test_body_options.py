@@ -1,5 +1,7 @@
 """Plans inside equations: the branches of conditionals, and deep bodies of loops."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from loops import assert_same, gradient_flops
 
 import jaxsub
 from jaxsub.core.budget import Budget
+from jaxsub.core.chain import Chain, Item, Option, Stage
 from jaxsub.core.decisions import Conditional, Inside, Loop, Segment, walk
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
@@ -289,3 +292,59 @@ def test_a_loop_of_wide_conditionals_is_not_written_out():
     (node,) = find_loops(program)
     pricer = Pricer(program, get_target(None))
     assert not any(choice.loop.is_unrolled for choice in loop_choices(program, node, pricer._body_chain))
+
+
+def experts(ws, x):
+    """Layers that send each row of a batch to one of four experts, in a loop over rows."""
+    up, down, router = ws
+    branches = [lambda x, e=e: jax.nn.gelu(x @ up[e]) @ down[e] for e in range(4)]
+
+    def row(x):
+        return x + lax.switch(jnp.argmax(x[0] @ router), branches, x)
+
+    for _ in range(2):
+        x = lax.map(row, x)
+    return jnp.mean(x**2)
+
+
+EXPERTS = ((random.normal(random.key(0), (4, 32, 128)) / 6, random.normal(random.key(1), (4, 128, 32)) / 11,
+            random.normal(random.key(2), (32, 4))), random.normal(random.key(3), (16, 32, 32)))  # fmt: skip
+
+
+def test_experts_need_no_more_than_a_region_of_each_step_that_saves_products():
+    """What `jax.checkpoint(step, policy=dots_saveable)` reaches is a budget that recomputes no product."""
+
+    def by_hand(ws, x):
+        up, down, router = ws
+        branches = [lambda x, e=e: jax.nn.gelu(x @ up[e]) @ down[e] for e in range(4)]
+
+        @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+        def row(x):
+            return x + lax.switch(jnp.argmax(x[0] @ router), branches, x)
+
+        for _ in range(2):
+            x = lax.map(row, x)
+        return jnp.mean(x**2)
+
+    budget = int(1.05 * jaxsub.measure(by_hand, *EXPERTS).temp_bytes)
+    assert budget < 0.5 * jaxsub.measure(experts, *EXPERTS).temp_bytes
+    f = jaxsub.sublinear(experts, budget=budget, progress=False)
+    assert recomputed_share(f.plan(*EXPERTS)) < 0.01
+    assert jaxsub.measure(f, *EXPERTS).temp_bytes <= budget
+    assert_same(experts, f, *EXPERTS)
+
+
+def test_what_runs_often_is_planned_for_what_it_keeps():
+    """An option that keeps a tenth and allocates more at once than the plain body is worth it where many steps keep."""
+    program = trace(deep_body, (WS, X), {}, argnums=(0, 1))
+    sizes = {"transient_bytes": 100, "keep_bytes": 100, "keep_transient_bytes": 100}
+    stages = tuple(Stage(s, s + 1, tail_flops=1.0 - s, **sizes) for s in range(2))
+    plain, sparing = Option((), 100, 100, 0.0, is_region=False), Option((), 10, 350, 0.01, is_region=False)
+    chain = Chain(stages, (Item(0, 1, (plain, sparing)), Item(1, 2, (plain,))), ())
+    once, often = (body_plans(program, lambda *_: chain, times=times, in_regions=False) for times in (1, 16))
+    kept = [min(p.kept_bytes for p in plans if p.recompute_flops < 0.1) for plans in (once, often)]
+    assert kept == [100, 10]
+
+
+def deep_body(ws, x):
+    return jnp.mean(deep(ws, x) ** 2)

@@ -154,8 +154,8 @@ WAYS = (
     Loop(0, (4,)),
     Loop(0, (), is_recomputed=True),
     Loop(0, (6, 2), is_recomputed=True),
-    Loop(0, (), is_recomputed=True, saved=(0,)),
-    Loop(0, (3,), is_recomputed=True, saved=(0,), kept_steps=4),
+    Loop(0, (), is_recomputed=True, inside=Inside(saved=(0,))),
+    Loop(0, (3,), is_recomputed=True, inside=Inside(saved=(0,)), kept_steps=4),
     Loop(0, (3,), kept_steps=2, kept_saved=(0,)),
 )
 
@@ -269,7 +269,7 @@ def test_what_is_not_worth_planning_is_left_alone():
 
 def test_a_plan_with_loops_is_stored_and_loaded():
     """JSON brings back the same loops, those inside loops too."""
-    loops = (Loop(3, (8, 2), True, (1, 4), 5, (0,), inside=Inside((Segment(0, 2, (1,)),), (2,), (Loop(1, (), True),))),)
+    loops = (Loop(3, (8, 2), True, 5, (0,), Inside((Segment(0, 2, (1,)),), (2,), (Loop(1, (), True),), (1, 4))),)
     plan = Plan("f", Budget(), 9, loops=loops)
     assert Plan.from_json(plan.to_json()) == plan
     assert "blocks of 8 of 2" in str(plan)

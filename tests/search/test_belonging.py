@@ -53,7 +53,7 @@ def program():
 
 
 STEP = Inside((Segment(0, 4, (), (Segment(0, 2),)), Segment(4, 6)), (4,))
-WAYS = (Loop(LOOP, blocks=(12, 3), is_recomputed=True, saved=(1, 3), kept_steps=5, kept_saved=(0,)),
+WAYS = (Loop(LOOP, blocks=(12, 3), is_recomputed=True, kept_steps=5, kept_saved=(0,), inside=Inside(saved=(1, 3))),
         Conditional(COND, (Inside((Segment(0, 1),)), STEP)))  # fmt: skip
 OTHER_WAYS = (Loop(LOOP, (6,), inside=STEP),)
 MEASURED = Measurement(4096, 2304, 260, 4, 1e6, 0.5, "cpu")
@@ -207,7 +207,10 @@ WRONG = {
     "blocks of nothing": (dict(loops=(Loop(LOOP, blocks=(4, 0)),)), "do not fall into blocks"),
     "unrolled steps": (dict(loops=(Loop(LOOP, (4,), is_unrolled=True),)), "unrolled steps have no blocks"),
     "steps kept": (dict(loops=(Loop(LOOP, kept_steps=61),)), "of 60 steps 61 are kept"),
-    "values of a step": (dict(loops=(Loop(LOOP, is_recomputed=True, saved=(77,)),)), "not among the 8 it makes"),
+    "values of a step": (
+        dict(loops=(Loop(LOOP, is_recomputed=True, inside=Inside(saved=(77,))),)),
+        "not among the 8 it makes",
+    ),
     "inside a step": (
         dict(loops=(Loop(LOOP, inside=Inside((Segment(0, 99),))),)),
         "in a step, segment 0:99 does not fit",
