@@ -17,6 +17,9 @@ class Tuning:
     Attributes:
         most_stages: Stages of a chain; the dynamic program's time grows with their cube, and more gain little: what a
             region saves between its ends is an option of each stage.
+        stage_equations: Up to so many equations. A compile's time grows with their number, so of more equations there
+            may be more stages, by the cube root, and tables take no larger part of the time,
+        longest_chain: up to so many: as tables of more are coarser, since all may take a quarter of a GiB.
         region_equations: Equations in a region of several stages, where stages were merged for being too many: to trace
             the gradients of more is what planning would spend its time on.
         few_stages: Up to so many stages every run of them may be one region.
@@ -87,6 +90,8 @@ class Tuning:
     """
 
     most_stages: int = 128
+    stage_equations: int = 2**12
+    longest_chain: int = 256
     region_equations: int = 500
     few_stages: int = 8
     few_costly: int = 4
@@ -139,6 +144,16 @@ class Tuning:
     many_slices: int = 64
     same_step: float = 0.8
     close_step: float = 0.96
+
+    def stages(self, n_equations: int) -> int:
+        """The most stages of a program of so many equations.
+
+        Example:
+            >>> TUNING.stages(1_000), TUNING.stages(2**15), TUNING.stages(10**6)
+            (128, 256, 256)
+        """
+        wanted = round(self.most_stages * (n_equations / self.stage_equations) ** (1 / 3))
+        return min(max(wanted, self.most_stages), self.longest_chain)
 
 
 TUNING = Tuning()

@@ -6,7 +6,7 @@ candidate within `window` costly nodes on either side has fewer. That finds ResN
 the halves of transformer blocks. Weights do not count: they are live under every plan. Behind the last node that a
 gradient flows through, such as the loss, there are no cuts, since metrics have no backward pass.
 
-Neighbours of least weight are merged until there are few enough, as a rule `Tuning.most_stages`. Two runs of nodes are
+Neighbours of least weight are merged until there are few enough, as a rule `Tuning.stages`. Two runs of nodes are
 of one kind when they are the same equations, connected alike, with the same values going out: they share every price
 and one emitted function.
 """
@@ -36,12 +36,13 @@ dropout or reads its own part of stacked weights."""
 
 
 def find_cuts(
-    graph: Graph, *, window: int = 2, required: Iterable[int] = (), most: int = TUNING.most_stages
+    graph: Graph, *, window: int = 2, required: Iterable[int] = (), most: int | None = None
 ) -> tuple[int, ...]:
     """Choose the nodes in front of which to cut: the first node of each stage, 0 first, and the number of nodes last.
 
     A cut is compared with `window` costly nodes on either side. In front of those `required` there is one; of the
-    others so many are left out that there are no more than `most` stages, where that can be.
+    others so many are left out that there are no more than `most` stages, where that can be; by default
+    `Tuning.stages`.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -59,7 +60,7 @@ def find_cuts(
     heights = live[candidates] if candidates else np.zeros(0, np.int64)
     kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
     pinned = {0, len(graph.nodes), *required}
-    return _merge(graph, sorted({*kept, *pinned}), pinned, most)
+    return _merge(graph, sorted({*kept, *pinned}), pinned, most or TUNING.stages(len(graph.nodes)))
 
 
 def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:

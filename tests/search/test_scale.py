@@ -207,8 +207,10 @@ def test_many_equations_are_cut_at_once():
     nodes = [("matmul" if v % 2 else "tanh", [v], [8 + v % 2]) for v in range(N_MANY)]
     graph = graph_of(nodes, 1, [N_MANY])
     cuts = find_cuts(graph)
-    assert len(cuts) <= 257
+    assert TUNING.most_stages < len(cuts) - 1 <= TUNING.longest_chain
     assert len(find_crossings(graph, cuts)) == len(cuts) - 1
+    fewer = graph_of(nodes[: TUNING.stage_equations], 1, [TUNING.stage_equations])
+    assert len(find_cuts(fewer)) - 1 <= TUNING.most_stages
 
 
 def test_regions_of_merged_stages_stay_small():
