@@ -152,7 +152,7 @@ class Tuning:
             >>> TUNING.stages(1_000), TUNING.stages(2**15), TUNING.stages(10**6)
             (128, 256, 256)
         """
-        wanted = round(self.most_stages * (n_equations / self.stage_equations) ** (1 / 3))
+        wanted = round(self.most_stages * math.cbrt(n_equations / self.stage_equations))
         return min(max(wanted, self.most_stages), self.longest_chain)
 
 

@@ -68,13 +68,17 @@ def branch_choices(
 
 
 def _branch_plans(branch: Program, price: BodyChain, gpu: Target | None) -> list[BodyPlan]:
-    """Plans of a branch: none, a region around all of it, or regions of its stages."""
+    """Plans of a branch: none, a region around all of it that saves less and less, or regions of its stages."""
     n = len(branch.eqns)
     if not n:
         return [BodyPlan(Inside(), is_region, 0, 0, 0.0) for is_region in (False, True)]
     traced = trace_run(branch, 0, n)
     kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
     found = [BodyPlan(Inside(), False, kept, max(kept, need), 0.0), BodyPlan(Inside(), True, 0, need, 0.0)]
+    for choice in choices(replace(traced, free=frozenset())):  # a result that is saved by name is saved a second time
+        saved = tuple(branch.graph.first_value(0) + offset for offset in choice.saved)
+        region, need = Segment(0, n, saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
+        found.append(BodyPlan(Inside((region,)), False, choice.saved_bytes, need, choice.recompute_flops))
     return [*found, *body_plans(branch, price)]
 
 
