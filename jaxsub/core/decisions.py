@@ -181,11 +181,6 @@ class Loop:
         """How its body runs."""
         return (self.inside,)
 
-    @property
-    def is_region(self) -> bool:
-        """Whether its body is a region."""
-        return self.is_recomputed
-
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
@@ -194,12 +189,12 @@ class Conditional:
     Attributes:
         node: Its node, counted as a `Loop`'s.
         branches: How each branch runs, in the order of the equation's branches.
-        is_region: Whether all of it is one region, which saves what is saved inside its branches.
+        is_recomputed: Whether all of it is one region, which saves what is saved inside its branches.
     """
 
     node: int
     branches: tuple[Inside, ...]
-    is_region: bool = False
+    is_recomputed: bool = False
 
     @property
     def programs(self) -> tuple[Inside, ...]:
@@ -240,7 +235,7 @@ def saving_in_nests(inside: Inside, *, depth: int = 0) -> Iterator[Segment | Con
     outer = inside.segments if depth else (child for segment in inside.segments for child in segment.children)
     yield from (segment for segment in walk(tuple(outer)) if segment.saved)
     for way in inside.ways:
-        around = depth + way.is_region + (isinstance(way, Loop) and bool(way.blocks))
+        around = depth + way.is_recomputed + (isinstance(way, Loop) and bool(way.blocks))
         in_tail = depth > 0 and isinstance(way, Loop) and bool(way.kept_saved)
         if in_tail or (around > 1 and any(p.saved for p in way.programs)):
             yield way
@@ -253,10 +248,10 @@ def is_saving(way: ControlFlow) -> bool:
 
     Example:
         >>> branch = Inside(ways=(Loop(3, inside=Inside(saved=(0,))),))
-        >>> is_saving(Conditional(5, (branch, Inside()), is_region=True))
+        >>> is_saving(Conditional(5, (branch, Inside()), is_recomputed=True))
         True
     """
-    return any(p.saved or any(not inner.is_region and is_saving(inner) for inner in p.ways) for p in way.programs)
+    return any(p.saved or any(not inner.is_recomputed and is_saving(inner) for inner in p.ways) for p in way.programs)
 
 
 def depth_of(way: ControlFlow) -> int:

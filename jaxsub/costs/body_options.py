@@ -56,14 +56,14 @@ def body_cuts(body: Program, most: int = TUNING.most_stages) -> tuple[int, ...]:
 
 
 def body_plans(
-    body: Program, price: BodyChain, *, in_regions: bool = True, most: int = TUNING.most_stages, times: int = 1
+    body: Program, price: BodyChain, *, is_written_out: bool = False, most: int = TUNING.most_stages, times: int = 1
 ) -> tuple[BodyPlan, ...]:
     """Plans for a body, those that nest in a region and those that do not.
 
     Args:
         body: The body of a loop, or a branch.
         price: Prices it, cut into stages.
-        in_regions: Whether to plan for a region around the body too.
+        is_written_out: Whether it is all steps of a loop: no region is put around it, and only its peak matters.
         most: The most stages.
         times: How often the body runs: so many may keep what they keep at once.
 
@@ -74,7 +74,11 @@ def body_plans(
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)
-    return (*(_nested(chain) if in_regions else ()), *_kept(chain, times))
+    peaks = [_costs(chain, runs) for _, _, runs in _frontier(chain)]
+    if is_written_out:
+        return tuple(_plans(chain, _thinned(peaks)))
+    found = [*peaks, *(_costs(chain, runs) for runs in _least_kept(chain))]
+    return (*_nested(chain), *_plans(chain, dict.fromkeys((*_thinned(found), *_thinned(found, times)))))
 
 
 def _nested(chain: Chain) -> Iterator[BodyPlan]:
@@ -89,11 +93,9 @@ def _frontier(chain: Chain) -> Frontier:
     return solve(chain, slots=TUNING.body_slots).frontier(TUNING.body_plans)
 
 
-def _kept(chain: Chain, times: int) -> Iterator[BodyPlan]:
-    """Plans without a region around the body: of least peak, and of least kept bytes for what runs many times."""
-    found = [_costs(chain, runs) for _, _, runs in _frontier(chain)]
-    found += [_costs(chain, runs) for runs in _least_kept(chain)]
-    for costs in dict.fromkeys((*_thinned(found), *_thinned(found, times))):
+def _plans(chain: Chain, found: Iterable[_Costs]) -> Iterator[BodyPlan]:
+    """Plans without a region around the body."""
+    for costs in found:
         yield BodyPlan(_inside(chain, costs.runs), False, costs.kept_bytes, costs.transient_bytes,
                        costs.recompute_flops)  # fmt: skip
 

@@ -21,7 +21,6 @@ from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans, evenly
 from jaxsub.devices.targets import Target
 from jaxsub.emission.scans import branch_programs, with_loops
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.inner_programs import find_conditionals
 from jaxsub.partition.min_cut import Choice, choices
@@ -58,28 +57,73 @@ def branch_choices(
         price: Prices a branch, cut into stages.
         gpu: The GPU to compile for; `None` for a CPU.
     """
-    plans = [_branch_plans(branch, price, gpu) for branch in branch_programs(program, node)]
+    branches = tuple(map(_Branch.of, branch_programs(program, node)))
+    plans = [_branch_plans(branch, price, gpu) for branch in branches]
     found: list[BranchChoice] = []
     for is_region in (False, True):
         candidates = [[p for p in some if p.is_region is is_region] for some in plans]
         chosen = dict.fromkeys((*_combined(candidates, _kept), *_combined(candidates, _need)))
         found += [_priced(program, node, some, gpu) for some in chosen if any(p.inside != Inside() for p in some)]
-    return (*_saving(program, node, gpu), *found)
+    return (*_saving(program, node, branches, gpu), *found)
 
 
-def _branch_plans(branch: Program, price: BodyChain, gpu: Target | None) -> list[BodyPlan]:
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A branch and what it may save.
+
+    Attributes:
+        program: The branch.
+        traced: All of it with its backward pass; `None` where it is empty.
+        choices: Choices of its values, without those in conditionals; what these recompute is part of all.
+        conditionals: Its conditionals, by node, and what their branches may save.
+    """
+
+    program: Program
+    traced: TracedRun | None
+    choices: tuple[Choice, ...]
+    conditionals: tuple[tuple[int, tuple[_Branch, ...]], ...]
+
+    @classmethod
+    def of(cls, program: Program) -> _Branch:
+        """Find it, branches inside branches too."""
+        if not program.eqns:
+            return cls(program, None, (), ())
+        traced = trace_run(program, 0, len(program.eqns))
+        inner = tuple((i, tuple(map(cls.of, branch_programs(program, i)))) for i in find_conditionals(program))
+        # a result that is saved by name is saved a second time
+        return cls(program, traced, choices(replace(traced, free=frozenset())), inner)
+
+    @property
+    def least_flops(self) -> float:
+        """What all its choices recompute."""
+        return min((c.recompute_flops for c in self.choices), default=0.0)
+
+    def limits(self) -> set[float]:
+        """The FLOPs that its choices recompute beside that, and those of branches inside it."""
+        inner = (branch.limits() for _, branches in self.conditionals for branch in branches)
+        return {c.recompute_flops - self.least_flops for c in self.choices}.union(*inner)
+
+    def inside(self, limit: float, *, is_region: bool) -> Inside:
+        """Save as few bytes as can be for so many recomputed FLOPs, in it and in each branch inside it."""
+        fitting = [c for c in self.choices if c.recompute_flops - self.least_flops <= limit]
+        saved = min(fitting, key=lambda c: c.saved_bytes).saved if fitting else ()
+        inner = ((i, tuple(b.inside(limit, is_region=False) for b in branches)) for i, branches in self.conditionals)
+        ways = tuple(Conditional(i, branches) for i, branches in inner if any(b != Inside() for b in branches))
+        return Inside((Segment(0, len(self.program.eqns)),) if is_region and saved else (), ways=ways, saved=saved)
+
+
+def _branch_plans(branch: _Branch, price: BodyChain, gpu: Target | None) -> list[BodyPlan]:
     """Plans of a branch: none, a region around all of it that saves less and less, or regions of its stages."""
-    n = len(branch.eqns)
-    if not n:
+    program, traced = branch.program, branch.traced
+    if traced is None:
         return [BodyPlan(Inside(), is_region, 0, 0, 0.0) for is_region in (False, True)]
-    traced = trace_run(branch, 0, n)
     kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
     found = [BodyPlan(Inside(), False, kept, max(kept, need), 0.0), BodyPlan(Inside(), True, 0, need, 0.0)]
-    for choice in choices(replace(traced, free=frozenset())):  # a result that is saved by name is saved a second time
-        saved = tuple(branch.graph.first_value(0) + offset for offset in choice.saved)
-        region, need = Segment(0, n, saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
+    for choice in branch.choices:
+        saved = tuple(program.graph.first_value(0) + offset for offset in choice.saved)
+        region, need = Segment(0, len(program.eqns), saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
         found.append(BodyPlan(Inside((region,)), False, choice.saved_bytes, need, choice.recompute_flops))
-    return [*found, *body_plans(branch, price)]
+    return [*found, *body_plans(program, price)]
 
 
 def _combined(
@@ -115,68 +159,20 @@ def _priced(program: Program, node: int, chosen: Sequence[BodyPlan], gpu: Target
     return BranchChoice(loop, kept, transient, max(p.recompute_flops for p in chosen), is_region)
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """What a branch may save by name.
-
-    Attributes:
-        n_nodes: How many equations it has.
-        choices: Choices of its values, without those in conditionals; what these recompute is part of all.
-        conditionals: Its conditionals, by node, and what their branches may save.
-    """
-
-    n_nodes: int
-    choices: tuple[Choice, ...]
-    conditionals: tuple[tuple[int, tuple[_Branch, ...]], ...]
-
-    @classmethod
-    def of(cls, branch: Program) -> _Branch:
-        """Find it, branches inside branches too."""
-        if not branch.eqns:
-            return cls(0, (), ())
-        traced = trace_run(branch, 0, len(branch.eqns))
-        inner = ((i, tuple(map(cls.of, branch_programs(branch, i)))) for i in find_conditionals(branch))
-        # a result that is saved by name is saved a second time
-        return cls(len(branch.eqns), choices(replace(traced, free=frozenset())), tuple(inner))
-
-    @property
-    def least_flops(self) -> float:
-        """What all its choices recompute."""
-        return min((c.recompute_flops for c in self.choices), default=0.0)
-
-    def limits(self) -> set[float]:
-        """The FLOPs that its choices recompute beside that, and those of branches inside it."""
-        inner = (branch.limits() for _, branches in self.conditionals for branch in branches)
-        return {c.recompute_flops - self.least_flops for c in self.choices}.union(*inner)
-
-    def inside(self, limit: float, *, is_region: bool) -> Inside:
-        """Save as few bytes as can be for so many recomputed FLOPs, in it and in each branch inside it."""
-        fitting = [c for c in self.choices if c.recompute_flops - self.least_flops <= limit]
-        saved = min(fitting, key=lambda c: c.saved_bytes).saved if fitting else ()
-        inner = ((i, tuple(b.inside(limit, is_region=False) for b in branches)) for i, branches in self.conditionals)
-        ways = tuple(Conditional(i, branches) for i, branches in inner if any(b != Inside() for b in branches))
-        return Inside((Segment(0, self.n_nodes),) if is_region and saved else (), ways=ways, saved=saved)
-
-
-def _saving(program: Program, node: int, gpu: Target | None) -> Iterator[BranchChoice]:
+def _saving(program: Program, node: int, branches: Sequence[_Branch], gpu: Target | None) -> Iterator[BranchChoice]:
     """Yield regions around a conditional that save values of its branches, less and less.
 
     As it runs again such a region returns all residuals of a branch at once. A branch that is a region too returns what
     it reads, which may be more.
     """
-    branches = [_Branch.of(branch) for branch in branch_programs(program, node)]
-    plain = _flops(trace_run(program, node, node + 1))
+    plain = trace_run(program, node, node + 1).flops
     for limit in evenly(sorted(set[float]().union(*(b.limits() for b in branches))), TUNING.body_plans):
-        ways = [Conditional(node, tuple(b.inside(limit, is_region=is_region) for b in branches), is_region=True)
+        ways = [Conditional(node, tuple(b.inside(limit, is_region=is_region) for b in branches), is_recomputed=True)
                 for is_region in ((False, True) if compat.saves_in_nests() else (False,))]  # fmt: skip
         found = []
         for loop in dict.fromkeys(filter(is_saving, ways)):
             traced = trace_run(with_loops(program, (loop,)), node, node + 1)
             kept, need = analytic.kept_bytes(traced, gpu=gpu), analytic.backward_bytes(traced, (), gpu=gpu)
-            found.append(BranchChoice(loop, kept, max(kept, need), _flops(traced) - plain, is_region=False))
+            found.append(BranchChoice(loop, kept, max(kept, need), traced.flops - plain, is_region=False))
         if found:
             yield min(found, key=lambda c: (c.kept_bytes, c.transient_bytes))
-
-
-def _flops(traced: TracedRun) -> float:
-    return sum((flops_of(e) for e in (*traced.forward, *traced.backward)), Flops()).weighted

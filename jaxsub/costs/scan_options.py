@@ -38,7 +38,6 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.emission.scans import body_program, with_loops
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import choices
@@ -169,7 +168,7 @@ def _unrolled(program: Program, node: int, body_chain: BodyChain, *, is_cpu: boo
         return
     steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
     early = _early_bytes(body, len(body.consts) + n_consts, n_carry, length) if is_cpu else 0
-    for plan in body_plans(steps, body_chain, in_regions=False, most=TUNING.unrolled_stages):
+    for plan in body_plans(steps, body_chain, is_written_out=True, most=TUNING.unrolled_stages):
         loop = Loop(node, inside=plan.inside, is_unrolled=True)
         transient = max(plan.kept_bytes, plan.transient_bytes, early)
         yield LoopChoice(loop, plan.kept_bytes, transient, plan.recompute_flops)
@@ -210,9 +209,9 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
     for inner in _inner_loops(body, gpu):
         changed = with_loops(body, inner)
         traced = trace_run(changed, 0, len(changed.eqns))
-        plain = plain if inner else _flops(traced)
+        plain = plain if inner else traced.flops
         need = partial(analytic.backward_bytes, traced, gpu=gpu)
-        steps += _steps(traced, inner, n_consts, n_carry, _flops(traced) - plain, need)
+        steps += _steps(traced, inner, n_consts, n_carry, traced.flops - plain, need)
     if body_chain is not None:
         steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps,
                                 eqn.params["length"])  # fmt: skip
@@ -297,10 +296,6 @@ def _once_flops(body: Program, n_consts: int) -> float:
         else:
             stepwise.update(node.outputs)
     return flops
-
-
-def _flops(traced: TracedRun) -> float:
-    return sum((flops_of(e) for e in (*traced.forward, *traced.backward)), Flops()).weighted
 
 
 def _block_sizes(length: int) -> list[tuple[int, ...]]:

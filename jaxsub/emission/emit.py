@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.core
 
-from jaxsub.core.decisions import Inside, Segment, saving_in_nests
+from jaxsub.core.decisions import ControlFlow, Inside, Loop, Segment, saving_in_nests
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import DIGITS, Plan
 from jaxsub.emission.folding import in_slices
@@ -68,11 +68,17 @@ def check(program: Program, plan: Plan) -> None:
         raise UnsupportedError(f"These must run exactly once and cannot be in a recomputed segment: {lines}.")
     nested = list(saving_in_nests(Inside(plan.segments, ways=plan.loops)))
     if nested and not compat.saves_in_nests():
-        where = ", ".join(f"{s.start}:{s.stop}" if isinstance(s, Segment) else f"equation {s.node}" for s in nested)
+        where = ", ".join(map(_words, nested))
         raise UnsupportedError(
             f"With jax_remat3, JAX recomputes the values that these save inside other regions: {where}. Make a new "
             "plan with jaxsub.plan, or turn jax_remat3 off."
         )
+
+
+def _words(saving: Segment | ControlFlow) -> str:
+    if isinstance(saving, Segment):
+        return f"{saving.start}:{saving.stop}"
+    return f"{'steps of loop' if isinstance(saving, Loop) else 'branches of equation'} {saving.node}"
 
 
 def keep_out(plan: Plan, nodes: Sequence[int]) -> Plan:

@@ -117,7 +117,7 @@ def _switch(program: Program, way: Conditional, name: str) -> Callable[[Sequence
         found: list[Any] = jax.lax.switch(args[0], branches, *args[1:])
         return found
 
-    region = _region(switch, way, prevent_cse=True) if way.is_region else switch
+    region = _region(switch, way, prevent_cse=True) if way.is_recomputed else switch
     return lambda args: region(*args)
 
 
@@ -126,7 +126,7 @@ def _name_inside(way: ControlFlow, name: str) -> str:
 
     In regions inside one another names differ: an outer one sees those of an inner one too.
     """
-    if way.is_region:
+    if way.is_recomputed:
         return f"jaxsub_inside_{depth_of(way)}"
     return "" if isinstance(way, Loop) and way.blocks else name
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_names
 from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.new_equations import barrier_eqn
@@ -76,6 +77,11 @@ class TracedRun:
     def aliases(self) -> dict[Any, Any]:
         """For each residual among `backward_inputs`, its variable in `forward`."""
         return {v: r for v, r in zip(self.backward_inputs, self.residuals, strict=False) if compat.is_var(r)}
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of both passes, weighed as in `jaxsub.jaxpr.flops`."""
+        return sum((flops_of(eqn) for eqn in (*self.forward, *self.backward)), Flops()).weighted
 
     def read_with(self, saved: Collection[int]) -> frozenset[Any]:
         """The inputs that the backward pass of a region reads if it saves the values at these offsets."""

@@ -79,7 +79,7 @@ def _inside_faults(program: Program, inside: Inside, where: str = "") -> Iterato
         return
     for way in inside.ways:
         yield from (f"{where}equation {way.node}: {fault}" for fault in _way_faults(program, way))
-        if not where and is_saving(way) and not way.is_region:
+        if not where and is_saving(way) and not way.is_recomputed:
             yield f"equation {way.node}: values are saved inside it, with no region around them"
 
 

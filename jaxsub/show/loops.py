@@ -90,7 +90,7 @@ def ways_lines(ways: Sequence[ControlFlow], opened: Sequence[Steps], indent: str
     for node in sorted({*told, *known}):
         way, steps = told.get(node, Loop(node)), known.get(node)
         if isinstance(way, Conditional):
-            yield f"{indent}branches   equation {way.node}:{' recomputed' if way.is_region else ''}"
+            yield f"{indent}branches   equation {way.node}:{' recomputed' if way.is_recomputed else ''}"
             for number, inside in enumerate(way.branches):
                 yield f"{indent}  branch {number}: {_inside_words(inside)}"
                 yield from ways_lines(inside.ways, (), indent + "    ")

@@ -125,7 +125,7 @@ def test_what_remat3_would_make_again_is_refused(remat3):
         (program, plan_of(program, nested), "0:6"),
         (scanned, replace(plan_of(scanned), loops=(loop,)), "0:2"),
         (scanned, replace(plan_of(scanned), loops=(replace(loop, inside=Inside(saved=(0,)), is_recomputed=True),)),
-         f"equation {loop.node}"),
+         f"steps of loop {loop.node}"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedError, match=rf"save inside other regions: {named}\. Make a new plan"):
             emit(refused, plan)

@@ -211,6 +211,14 @@ WRONG = {
         dict(loops=(Loop(LOOP, is_recomputed=True, inside=Inside(saved=(77,))),)),
         "not among the 8 it makes",
     ),
+    "values beside segments": (
+        dict(loops=(Loop(LOOP, is_recomputed=True, inside=Inside((Segment(0, 1),), saved=(0,))),)),
+        "values are saved beside segments or barriers inside",
+    ),
+    "values without a region": (
+        dict(loops=(Loop(LOOP, inside=Inside(saved=(0,))),)),
+        "values are saved inside it, with no region around them",
+    ),
     "inside a step": (
         dict(loops=(Loop(LOOP, inside=Inside((Segment(0, 99),))),)),
         "in a step, segment 0:99 does not fit",
