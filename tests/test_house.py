@@ -26,7 +26,7 @@ jaxpr: __init__ compat flops new_equations identity inline max_pool_vjp ragged_p
     shardings static_leaves trace constants differences arguments tangents linearity axis_places
     random_bits axis axis_rules axis_bodies axis_origin axes product_rows
 devices: __init__ cuda_plugin aot_worker targets aot compile
-partition: __init__ cuts inner_programs run_function traced_run min_cut
+partition: __init__ cuts blocks inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs

@@ -157,6 +157,13 @@ class Graph:
         readers = [i for i in found.consumers if start <= i < stop]
         return len(readers) == 1 and self.nodes[readers[0]].primitive in SLICES
 
+    def is_look_up_joined(self, value: int, start: int, stop: int) -> bool:
+        """Whether a run only looks rows of a made value up that later nodes read too: it scatters into the gradient."""
+        found = self.values[value]
+        if found.producer is None or not found.is_differentiated or found.consumers[-1] < stop:
+            return False
+        return all(self.nodes[i].primitive == "gather" for i in found.consumers if start <= i < stop)
+
     def pinned(self) -> tuple[int, ...]:
         """The nodes that must run once: none of them may be in a region."""
         return self._pinned

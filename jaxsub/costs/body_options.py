@@ -74,10 +74,12 @@ def body_plans(
     if len(cuts) < 3:
         return ()
     chain = price(body, cuts)
-    peaks = [_costs(chain, runs) for _, _, runs in _frontier(chain)]
+    if is_written_out:  # such a loop compiles long: nothing of its last stage is saved by name to spare a little more
+        chain = replace(chain, items=tuple(item for item in chain.items if item.stop < len(chain.stages)))
+    peaks = [costs for _, _, runs in _frontier(chain) for costs in _closed(chain, runs)]
     if is_written_out:
         return tuple(_plans(chain, _thinned(peaks)))
-    found = [*peaks, *(_costs(chain, runs) for runs in _least_kept(chain))]
+    found = [*peaks, *(costs for runs in _least_kept(chain) for costs in _closed(chain, runs))]
     return (*_nested(chain), *_plans(chain, dict.fromkeys((*_thinned(found), *_thinned(found, times)))))
 
 
@@ -109,10 +111,20 @@ class _Costs(NamedTuple):
     runs: tuple[Run, ...]
 
 
-def _costs(chain: Chain, runs: tuple[Run, ...]) -> _Costs:
+def _closed(chain: Chain, runs: tuple[Run, ...]) -> Iterator[_Costs]:
+    """What runs cost with the last stage in a region, by what it saves: its backward pass does not start at once."""
     last = len(chain.stages) - 1
-    if runs[-1].option is None and not runs[-1].children and runs[-1].start == last:
-        runs = (*runs[:-1], chain.recompute(last))
+    if runs[-1].option is not None or runs[-1].children or runs[-1].start != last:
+        yield _costs(chain, runs)
+        return
+    yield _costs(chain, (*runs[:-1], chain.recompute(last)))
+    options = (o for item in chain.items if (item.start, item.stop) == (last, last + 1) for o in item.options)
+    for option in options:
+        if option.saved:
+            yield _costs(chain, (*runs[:-1], Run(last, last + 1, option)))
+
+
+def _costs(chain: Chain, runs: tuple[Run, ...]) -> _Costs:
     kept = sum(chain.kept_bytes(run) for run in runs)
     # the values that cross the last cut are the body's results: they are live anyway
     stored = sum(int(chain.crossing_bytes[run.start, run.stop]) for run in runs[:-1])

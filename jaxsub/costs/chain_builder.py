@@ -120,7 +120,7 @@ class Pricer:
         traced = {run: self._run(*run, cuts) for run in free}
         dead = dead_inputs(self.sized.graph, runs, traced, gpu=self.target.gpu)
         stages = tuple(self._stage(start, stop, dead.get((start, stop), ()), cuts, zeros) for start, stop in runs)
-        spans = spans_of(cuts, ends, sizes)
+        spans = spans_of(cuts, ends, sizes, is_last=self.sized.loss is None)
         wanted = dict.fromkeys((*self._worth(spans, cuts), *blocks))
         items = [Item(a, b, self._options(cuts, a, b, stages[a:b], zeros)) for a, b in wanted]
         items += [

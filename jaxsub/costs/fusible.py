@@ -102,6 +102,11 @@ def is_dear(eqn: Any) -> bool:
     return is_quotient or eqn.primitive.name in SLOW
 
 
+def is_expanded(v: Any, made: Iterable[Any]) -> bool:
+    """Tell whether something larger is made of a value, so that each element is read more than once."""
+    return any(math.prod(larger.aval.shape) > math.prod(v.aval.shape) for larger in made)
+
+
 def leads_to(eqns: Sequence[Any], readers: Mapping[Any, Collection[int]], starts: Iterable[int], end: int) -> bool:
     """Tell whether an equation reads what some before it make, by way of others perhaps.
 
@@ -258,6 +263,12 @@ def carried_by(eqn: Any) -> tuple[int, int]:
 def barrier(eqn: Any) -> Any:
     """The buffer, of no bytes, that a barrier makes once all its operands are made."""
     return eqn.outvars[0], BARRIER
+
+
+def union(known: Mapping[Any, frozenset[Any]], ins: Iterable[Any]) -> frozenset[Any]:
+    """What is known of each of some variables, of all together."""
+    found = [of for v in ins if (of := known.get(v))]
+    return found[0] if len(found) == 1 else frozenset[Any]().union(*found)
 
 
 def literal_key(atom: Any) -> Any:

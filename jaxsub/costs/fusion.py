@@ -46,6 +46,7 @@ from jaxsub.costs.fusible import (
     is_concatenation,
     is_copied,
     is_dear,
+    is_expanded,
     is_fusible,
     is_reduction,
     is_unary,
@@ -56,6 +57,7 @@ from jaxsub.costs.fusible import (
     scattered_last,
     summed_columns,
     threefry_bytes,
+    union,
     written_over,
 )
 from jaxsub.costs.library_calls import LEAST_ELEMENTS, library_calls
@@ -144,12 +146,9 @@ class Lives:
         """Return the buffers of the outputs."""
         return {self.base(v) for v in self.outputs if compat.is_var(v)}
 
-    def reads(self, eqn: Any) -> frozenset[Any]:
-        """Return the stored variables that an equation reads, through virtual ones; concatenations are merged."""
-        return self._roots(ChainMap(self._pieces, self._through) if is_concatenation(eqn) else self._through, eqn)
-
-    def _roots(self, roots: Mapping[Any, frozenset[Any]], eqn: Any) -> frozenset[Any]:
-        return frozenset().union(*(roots.get(self.base(a), ()) for a in eqn.invars if compat.is_var(a)))
+    def _ins(self, eqn: Any) -> list[Any]:
+        """The variables that an equation reads, those that they are views of instead of views."""
+        return [self.base(a) for a in eqn.invars if compat.is_var(a)]
 
     def stores(self, eqn: Any) -> bool:
         """Tell whether the compiler stores a result of an equation."""
@@ -161,8 +160,7 @@ class Lives:
         for position, eqn in enumerate(self.eqns):
             ins = [self.base(a) if compat.is_var(a) else literal_key(a) for a in eqn.invars]
             if is_view(eqn):
-                if is_barrier(eqn):
-                    self._barriers.append(position)
+                self._barriers += [position] * is_barrier(eqn)
                 behind = frozenset([barrier(eqn)]) if is_barrier(eqn) else self._barriers_before(eqn)
                 self._behind.update((v, behind) for v in eqn.outvars if behind)
                 for v, atom, base in zip(eqn.outvars, eqn.invars, ins, strict=False):
@@ -172,7 +170,7 @@ class Lives:
                             self._reshaped.add(v)
                 continue
             self._elementwise[position] = is_elementwise = is_fusible(eqn, self.is_cpu)
-            known = [a if compat.is_var(a) and a in self._behind else b for a, b in zip(eqn.invars, ins, strict=True)]
+            known = self._waiting(eqn, ins)
             if is_elementwise and (key := equation_key(eqn, known)) is not None:
                 if key in seen:
                     self._bases.update(zip(eqn.outvars, seen[key], strict=True))
@@ -187,6 +185,12 @@ class Lives:
                 self._readers.setdefault(v, set()).add(position)
             for w, shape in broadcast_operands(eqn) if is_elementwise and self.is_cpu else ():
                 self._broadcasts.setdefault((self.base(w), shape), set()).add(position)
+
+    def _waiting(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """What an equation reads, where that waits for a barrier by its own name."""
+        if not self._behind:
+            return ins
+        return [a if compat.is_var(a) and a in self._behind else b for a, b in zip(eqn.invars, ins, strict=True)]
 
     def _absorb(self) -> None:
         """Fuse into products the elementwise work that is their only reader but for sums: it takes their memory."""
@@ -219,14 +223,14 @@ class Lives:
     def _store(self) -> None:
         """Decide which values are stored, from the last equation to the first."""
         self.stored |= self.ends() | set(self.given)
-        self.stored |= {self.base(a) for p in self._barriers for a in self.eqns[p].invars if compat.is_var(a)}
+        self.stored |= {v for p in self._barriers for v in self._ins(self.eqns[p])}
         absorbed: set[Any] = set()
         homes: dict[Any, frozenset[int]] = {}
         for position in reversed(self._work):
             eqn = self.eqns[position]
-            read = eqn.invars[:1] if fuses_updates(eqn, self.is_cpu) else eqn.invars
-            ins = [self.base(a) for a in read if compat.is_var(a)]
             if not self._elementwise[position]:
+                read = eqn.invars[:1] if fuses_updates(eqn, self.is_cpu) else eqn.invars
+                ins = [self.base(a) for a in read if compat.is_var(a)]
                 self.stored.update(v for v in eqn.outvars if v not in self._parts or v in absorbed)
                 if not is_reduction(eqn):
                     self.stored.update(self._operand(eqn, v) for v in ins)
@@ -234,13 +238,15 @@ class Lives:
                     absorbed.update(ins)
                 continue
             v = eqn.outvars[0]
-            at = frozenset[int]().union(*(self._home(r, homes) for r in self._readers.get(v, ())))
-            is_shared = v in absorbed and len(self._readers.get(v, ())) > 1
-            is_once = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and self._is_expanded(v))
+            readers = self._readers.get(v, ())
+            at = frozenset[int]().union(*(self._home(r, homes) for r in readers))
+            is_shared = v in absorbed and len(readers) > 1
+            larger = [self.eqns[p].outvars[0] for p in readers if self._elementwise[p]]
+            is_once = (is_slow(eqn, self.is_cpu) and len(at) > 1) or (is_dear(eqn) and is_expanded(v, larger))
             if self.is_cpu and (is_shared or is_once or is_concatenation(eqn)) and v.aval.shape:
                 self.stored.add(v)
             elif v in absorbed and v not in self.stored:
-                absorbed.update(ins)
+                absorbed.update(self._ins(eqn))
             homes[v] = at
         if self.gpu is not None:
             made = {self.eqns[p].outvars[0]: p for p in self._work if self._elementwise[p]}
@@ -262,16 +268,10 @@ class Lives:
             v = self.base(reads[0])
         return v
 
-    def _is_expanded(self, v: Any) -> bool:
-        """Tell whether something larger is made of a value, so that each element is read more than once."""
-        readers = (self.eqns[p].outvars[0].aval for p in self._readers.get(v, ()) if self._elementwise[p])
-        return any(math.prod(aval.shape) > math.prod(v.aval.shape) for aval in readers)
-
     def _home(self, position: int, homes: dict[Any, frozenset[int]]) -> frozenset[int]:
         """Find the kernels that an equation is fused into."""
         made = self.eqns[position].outvars  # none where an equation only has an effect
-        is_own = not made or made[0] in self.stored
-        return frozenset([position]) if is_own else homes.get(made[0], frozenset())
+        return homes.get(made[0], frozenset()) if made and made[0] not in self.stored else frozenset([position])
 
     def _fuse(self) -> None:
         """Make the kernels."""
@@ -288,7 +288,7 @@ class Lives:
 
     def _make(self, position: int, eqn: Any) -> None:
         if is_barrier(eqn):
-            waits = self._roots(self._through, eqn) | self._barriers_before(eqn)
+            waits = union(self._through, self._ins(eqn)) | self._barriers_before(eqn)
             self.kernels.append(Kernel(position, (barrier(eqn),), frozenset(), (0,), after=waits))
         elif self._elementwise[position]:
             self._fuse_elementwise(position, eqn)
@@ -299,7 +299,7 @@ class Lives:
                 self._through[v] = self._direct[v] = frozenset([v])
                 self._plain[v] = frozenset() if v in self._flat else frozenset([v])
             if is_reduction(eqn) or fuses_updates(eqn, self.is_cpu):
-                reads = self._roots(self._direct if self.is_cpu else self._through, eqn)
+                reads = union(self._direct if self.is_cpu else self._through, self._ins(eqn))
                 self._add(eqn.outvars, reads | self._materialised(position), position)
             else:
                 self._call(position, eqn)
@@ -322,9 +322,9 @@ class Lives:
     def _call(self, position: int, eqn: Any) -> None:
         """Add the kernel of a product, or of other work that is not elementwise, with the work that it fuses."""
         product = eqn.outvars[0] if eqn.outvars else None
-        beside = [self._through.get(self.base(a), frozenset()) for a in self._beside.get(product, ())]
+        beside = union(self._through, map(self.base, self._beside.get(product, ())))
         wholes = self._materialised(position)
-        reads = frozenset(self._laid_out(position, eqn)).union(*beside) - set(eqn.outvars)
+        reads = (beside | set(self._laid_out(position, eqn))) - set(eqn.outvars)
         self._add(eqn.outvars, reads | wholes, position, wholes)
 
     def _split(self, position: int, eqn: Any) -> None:
@@ -332,16 +332,17 @@ class Lives:
         v = eqn.outvars[0]
         reads = [self._operand(eqn, self.base(a)) for a in eqn.invars if compat.is_var(a)]
         self.kernels += kernels_in_parts(eqn, position, reads, self._parts[v])
-        roots = frozenset([(v, PARTS)])
+        self._through[v] = self._direct[v] = roots = frozenset([(v, PARTS)])
         if v in self.stored:
             self.kernels.append(Kernel(position, (v,), roots, (self._bytes(v),), shape=v.aval.shape))
-            roots = frozenset([v])
-        self._through[v] = self._direct[v] = roots
+            self._through[v] = self._direct[v] = frozenset([v])
         self._plain[v] = frozenset([v]) if v in self.stored else frozenset()
 
     def _fuse_elementwise(self, position: int, eqn: Any) -> None:
         """Fuse an elementwise equation into its readers; a reader may repeat unary work on a stored value."""
-        reads, direct, plain = self.reads(eqn), self._roots(self._direct, eqn), self._plain_roots(eqn)
+        ins = self._ins(eqn)
+        behind = ChainMap(self._pieces, self._through) if is_concatenation(eqn) else self._through  # they are merged
+        reads, direct, plain = union(behind, ins), union(self._direct, ins), self._plain_roots(eqn)
         self._pieces.update((v, reads) for v in eqn.outvars if is_concatenation(eqn))
         for v in eqn.outvars:
             is_stored = v in self.stored
@@ -355,9 +356,9 @@ class Lives:
 
     def _plain_roots(self, eqn: Any) -> frozenset[Any]:
         """Return the stored variables of the same shape that an elementwise equation reads element by element."""
-        shape = eqn.outvars[0].aval.shape
-        ins = [self.alias.get(a, a) for a in eqn.invars if compat.is_var(a) and a.aval.shape == shape]
-        return frozenset().union(*(self._plain.get(self.base(v), ()) for v in ins if v not in self._reshaped))
+        same = [a for a in eqn.invars if a.aval.shape == eqn.outvars[0].aval.shape]
+        ins = [self.alias.get(a, a) for a in filter(compat.is_var, same)]
+        return union(self._plain, [self.base(v) for v in ins if v not in self._reshaped])
 
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
@@ -365,8 +366,7 @@ class Lives:
         inner = inner_peak(eqn, self.is_cpu) + masked_bytes(eqn)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state, *(0 for _ in made[1:])), state
-        are_stored = self.stored.issuperset(map(self.base, filter(compat.is_var, eqn.invars)))
-        is_late = self._elementwise[position] and are_stored
+        is_late = self._elementwise[position] and self.stored.issuperset(self._ins(eqn))
         each = tuple(frozenset(map(self.base, filter(compat.is_var, [a]))) for _, a in written_over(eqn))
         axes = summed_columns(eqn)
         shape = (eqn.invars if axes else made)[0].aval.shape if axes or self._elementwise[position] else None
@@ -414,7 +414,7 @@ def inner_peak(eqn: Any, is_cpu: bool) -> int:
         taken = [slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
         given = (*carried, *(take.invars[0] for take in taken))
         lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu)
-        free = set() if is_loop else lives.ends()
-        peak = peak_bytes(schedule(lives.kernels, given, is_cpu), carried, lives.ends(), free)
+        order = schedule(lives.kernels, given, is_cpu)
+        peak = peak_bytes(order, carried, lives.ends(), set() if is_loop else lives.ends())
         peaks.append(max(0, peak - sum(carried.values())))
     return max(peaks)

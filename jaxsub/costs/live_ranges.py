@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jaxsub.core.chain import Stage
 from jaxsub.core.graph import Graph
-from jaxsub.costs.fusible import VIEWS, written_over
+from jaxsub.costs.fusible import SCATTER_ADDS, VIEWS, written_over
 from jaxsub.costs.fusion import Lives
 from jaxsub.costs.hoisted_constants import TOGETHER
 from jaxsub.costs.multi_output_fusion import joined
@@ -121,14 +121,28 @@ def _added(traced: TracedRun, lives: Lives) -> set[Any]:
 
 
 def _written(traced: TracedRun, lives: Lives) -> tuple[set[Any], set[Any]]:
-    """Find the buffers of gradients that are outputs of their own, and of those scattered into a sum."""
+    """Find the buffers of gradients that are outputs of their own, and of those scattered into a sum.
+
+    Sums are of gradients of weights that other stages read too, or of values that the run looks rows up of:
+    `zeros.at[i].add(u) + sum` is scattered into the sum, without zeros.
+    """
     function = traced.function
-    pairs = zip(traced.backward_outputs, function.differentiated, strict=True)
-    gradients = {lives.base(v): i not in function.joined for v, i in pairs if compat.is_var(v) and traced.weights[i]}
-    every = ((lives.base(v), lives.base(a)) for eqn in lives.eqns for v, a in written_over(eqn) if compat.is_var(a))
-    over = [(made, read) for made, read in every if made in gradients]
-    read_by = Counter(read for _, read in over)  # an operand of several loop results is copied for each
-    found = {buffer for made, read in over for buffer in (made, read) if buffer is made or read_by[read] == 1}
+    pairs = [p for p in zip(traced.backward_outputs, function.differentiated, strict=True) if compat.is_var(p[0])]
+    gradients = {lives.base(v): i not in function.joined for v, i in pairs if traced.weights[i]}
+    summed = {lives.base(v) for v, i in pairs if i in function.looked_up}
+    over, read_by = dict[Any, Any](), Counter[Any]()
+    for eqn in lives.eqns:
+        for v, a in written_over(eqn):
+            made, read = lives.base(v), lives.base(a) if compat.is_var(a) else None
+            if read is not None and (made in gradients or eqn.primitive.name in SCATTER_ADDS):
+                over[made] = read
+                read_by[read] += 1  # an operand of several loop results is copied for each
+    found = set[Any]()
+    for made in (gradients.keys() | summed) & over.keys():
+        found.add(made)
+        while made in over and read_by[over[made]] == 1:
+            made = over[made]
+            found.add(made)
     alone = {v for v, is_alone in gradients.items() if is_alone}
     return alone, found - alone
 

@@ -20,6 +20,8 @@ from jaxsub.costs.fusible import SLOW
 from jaxsub.jaxpr import compat
 
 ROUND_FREE = frozenset("transpose broadcast_in_dim iota copy".split())
+BFLOAT16 = jnp.dtype("bfloat16")
+NARROW = frozenset((BFLOAT16, jnp.dtype("float16")))
 WIDENED = ("dot_general", "conv_general_dilated")
 """Primitives that a CPU computes on float32 copies of 16-bit operands."""
 
@@ -30,8 +32,9 @@ def is_slow(eqn: Any, is_cpu: bool) -> bool:
     A CPU rounds to bfloat16 after slices and other copies, too; not after transposes and broadcasts.
     """
     name = eqn.primitive.name
-    is_rounded = is_cpu and name not in ROUND_FREE and eqn.outvars[0].aval.dtype == jnp.bfloat16
-    return name in SLOW or is_rounded or (is_cpu and name == "gather")
+    if name in SLOW or not is_cpu:
+        return name in SLOW
+    return name == "gather" or (eqn.outvars[0].aval.dtype == BFLOAT16 and name not in ROUND_FREE)
 
 
 def widened(eqns: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
@@ -66,8 +69,7 @@ def widened(eqns: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
 
 def is_narrow(atom: Any) -> bool:
     """Tell whether an atom is an array of 16-bit floats."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return compat.is_var(atom) and dtype in (jnp.bfloat16, jnp.float16)
+    return getattr(atom.aval, "dtype", None) in NARROW and compat.is_var(atom)
 
 
 def _reads_narrow(eqn: Any) -> bool:

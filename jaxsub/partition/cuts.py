@@ -156,12 +156,18 @@ def block_ends(graph: Graph, cuts: Sequence[int]) -> list[int]:
     return [] if len(ends) == len(cuts) or shares_most_weights(graph) else ends
 
 
-def spans_of(cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """List the runs of stages that may be one region: single stages, several stages, several blocks; never the last."""
+def spans_of(
+    cuts: Sequence[int], ends: Sequence[int], sizes: Sequence[int], *, is_last: bool = False
+) -> list[tuple[int, int]]:
+    """List the runs of stages that may be one region: single stages, several stages, several blocks.
+
+    The last stage is one only if told so: where its backward pass does not start at once.
+    """
     n = len(cuts) - 1
     sizes = range(2, n) if sizes and n <= TUNING.few_stages else sizes
     spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
     spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
+    spans += [(n - 1, n)] * is_last
     if n >= TUNING.most_stages:
         spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= TUNING.region_equations]
     return list(dict.fromkeys(spans))
@@ -221,7 +227,8 @@ def kind_of(graph: Graph, signatures: Sequence[bytes], start: int, stop: int) ->
         signature = _of_types(graph, node) if node.primitive in PLACED else signatures[i]
         digest.update(signature + repr(refs).encode())
     ends = [(graph.values[v].is_differentiated, v in weights, graph.is_joined(v, stop),
-             graph.is_slice_joined(v, start, stop)) for v in place]  # fmt: skip
+             graph.is_slice_joined(v, start, stop), graph.is_look_up_joined(v, start, stop))
+            for v in place]  # fmt: skip
     returns = [(v - first, graph.values[v].is_differentiated, v in outputs) for v in made if last_use[v] >= stop]
     sizes = [graph.values[v].n_bytes for v in (*place, *made)]  # of one device: equal shapes may be split otherwise
     digest.update(repr((ends, returns, sizes)).encode())

@@ -28,6 +28,7 @@ class RunFunction:
         returns: The values of the differentiated outputs.
         joined: Positions in `reads` of weights that later equations read too: their gradients are added to a sum.
         slices: Positions in `reads` of values of which it reads one slice, and later equations others.
+        looked_up: Positions in `reads` of values that it only looks rows up of, and that later equations read too.
     """
 
     call: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
@@ -36,6 +37,7 @@ class RunFunction:
     returns: tuple[int, ...]
     joined: frozenset[int]
     slices: frozenset[int] = frozenset()
+    looked_up: frozenset[int] = frozenset()
 
 
 def run_function(
@@ -71,7 +73,8 @@ def run_function(
     positions = tuple(i for i, v in enumerate(reads) if graph.values[v].is_differentiated)
     joined = frozenset(i for i in positions if graph.is_joined(reads[i], stop))
     slices_of = frozenset(i for i in positions if graph.is_slice_joined(reads[i], start, stop))
-    return RunFunction(call, reads, positions, active, joined, slices_of)
+    looked_up = frozenset(i for i in positions if graph.is_look_up_joined(reads[i], start, stop))
+    return RunFunction(call, reads, positions, active, joined, slices_of, looked_up)
 
 
 def vjp_of(function: RunFunction, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:

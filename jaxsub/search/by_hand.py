@@ -1,33 +1,31 @@
 """Make the plans that people write by hand: `jax.checkpoint` around each loop's body, or each block, with one policy.
 
+Where a loop's body has blocks itself, as one over micro-batches has, there are plans with regions around those too.
+
 A program goes in; plans come out, the one of least recompute first, each with its predicted peak. They have no gradient
 barriers: where cuts and barriers inside a loss head cost more than they save, or a prediction errs, one of these may be
 the plan that fits. So the search tries them too, and is never behind what a user gets by hand.
 
 Policies are JAX's own, called for each equation as `jax.checkpoint` does; those that save the user's names, all of them
-or those that spare most recompute a byte; and the minimum cuts of a step or block, which nobody writes by hand. Blocks
-are found by repetition: the period with which the program's equations repeat over most of its FLOPs, begun where the
-fewest bytes cross. A program without repetition is cut where few bytes cross (`jaxsub.partition.cuts`).
+or those that spare most recompute a byte; and the minimum cuts of a step or block, which nobody writes by hand.
+`jaxsub.partition.blocks` finds blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Inside, Loop, Segment
 from jaxsub.core.figures import predicted_bytes, recomputed_share
-from jaxsub.core.graph import Graph
 from jaxsub.core.output_reuse import late_gradients, loop_gradient_sizes
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -38,16 +36,14 @@ from jaxsub.emission.scans import body_program
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
 from jaxsub.jaxpr.trace import Program, program_of
-from jaxsub.partition.cuts import find_cuts, kind_of, live_bytes
+from jaxsub.partition.blocks import blocks_of, repeated_blocks
+from jaxsub.partition.cuts import kind_of
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.min_cut import Choice, choice_of, choices, finer
 from jaxsub.partition.traced_run import NoBackwardPass, TracedRun, trace_run
 
 BY_HAND = "by hand"
 """How the planners' names of these plans begin."""
-NEXT = 4
-"""The period is looked for between an equation and the next ones like it: a block has several of most kinds."""
-
 Saves = Callable[[Any], bool]
 
 
@@ -69,15 +65,15 @@ class _Piece:
     """A loop's step or a block, to become a region.
 
     Attributes:
-        node: The loop, or the block's first node.
+        node: The loop that it is or is in, or else the block's first node.
         stop: The node after it.
         kind: Equal for pieces that are alike.
         program: The program of the equations: the loop's body, or the whole.
         run: Its first node in that program, and the node after its last.
-        entry_bytes: What a block starts from.
-        carries: Inputs of the loop's body that are its carry: a step starts from those that its region reads.
+        carries: Inputs of the loop's body that are its carry: a step keeps those that its regions read.
         times: How often it runs.
-        crossing: Bytes of each value that is made before a block and read in or behind it.
+        crossing: Bytes of each value made since the block before it begins, and read in or behind it.
+        in_loop: Whether it is a loop's step, or a block in one.
     """
 
     node: int
@@ -85,10 +81,15 @@ class _Piece:
     kind: Any
     program: Program
     run: tuple[int, int]
-    entry_bytes: int = 0
     carries: range = range(0)
     times: int = 1
     crossing: tuple[int, ...] = ()
+    in_loop: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is all of a loop's step."""
+        return self.in_loop and self.run == (0, len(self.program.eqns))
 
     def saved(self, saves: Saves) -> tuple[int, ...]:
         """Offsets of the values that a policy saves, from the first value that the piece makes."""
@@ -98,7 +99,7 @@ class _Piece:
 
     def kept_bytes(self, run: TracedRun, choice: Choice) -> int:
         """Bytes of residuals each time that it runs."""
-        return self.entry_bytes + sum(self._entries(run, choice)) + choice.saved_bytes
+        return sum(self.crossing) + sum(self._entries(run, choice)) + choice.saved_bytes
 
     def buffers(self, run: TracedRun, choice: Choice) -> list[int]:
         """Bytes of each buffer of residuals that a gradient may host.
@@ -109,7 +110,7 @@ class _Piece:
         graph, first = self.program.graph, self.program.graph.first_value(self.run[0])
         made = [value.n_bytes for value in graph.values[first:]]
         found = [*self.crossing, *self._entries(run, choice), *(made[offset] for offset in choice.saved)]
-        return [self.times * n for n in found if not self.carries or self.times * n > max(made)]
+        return [self.times * n for n in found if self.times == 1 or self.times * n > max(made)]
 
     def _entries(self, run: TracedRun, choice: Choice) -> list[int]:
         """Bytes of each value of the carry that a loop's step starts from."""
@@ -124,35 +125,42 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
     There are none where there is neither a loop nor a block. Of two policies that save the same there is one plan,
     named after the first. Of loops in loops there is one more, that recomputes each step at every depth.
     """
-    is_loops, pieces = bool(find_loops(program)), tuple(_loops(program) or _blocks(program))
-    if not pieces or len(program.eqns) > TUNING.long_equations:
+    if len(program.eqns) > TUNING.long_equations:
         return []
+    found: dict[Any, Plan] = {}
+    with contextlib.suppress(NoBackwardPass):
+        steps = tuple(_loops(program))
+        for plan in _plans_of(program, steps or tuple(_blocks(program)), gpu):
+            found.setdefault((plan.segments, plan.loops), plan)
+        if (blocks := tuple(block for step in steps for block in _blocks_in(step) or [step])) != steps:
+            for plan in _plans_of(program, blocks, gpu):
+                found.setdefault((plan.segments, plan.loops), plan)
+    # of those that recompute the same, up to elementwise work, what needs least
+    return sorted(found.values(), key=lambda plan: (round(recomputed_share(plan), 3), predicted_bytes(plan)))
+
+
+def _plans_of(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> Iterator[Plan]:
+    """Plans with a region around each of some pieces."""
+    if not pieces:
+        return
     traced: dict[Any, TracedRun] = {}
     for piece in pieces:
         if piece.kind not in traced:
-            try:
-                run = trace_run(piece.program, *piece.run)
-            except NoBackwardPass:
-                return []
+            run = trace_run(piece.program, *piece.run)
             # a value that a step carries on is stacked once more when it is saved by name: nothing is free there
-            traced[piece.kind] = replace(run, free=frozenset()) if is_loops else run
-    head, outside = _head_bytes(program, pieces[-1].stop, gpu), _outside_bytes(program, pieces, gpu)
-    found: dict[Any, Plan] = {}
+            traced[piece.kind] = replace(run, free=frozenset()) if piece.is_step else run
+    head, outside = _head_bytes(program, pieces, gpu), _outside_bytes(program, pieces, gpu)
     for name, chosen in _chosen(pieces, traced, gpu):
         regions = [(p, traced[p.kind], chosen[p.kind]) for p in pieces]
         predicted = _predicted(program, regions, head, gpu)
         predicted = replace(predicted, temp_bytes=predicted.temp_bytes + outside - _in_gradients(program, regions))
-        ways = _as_loops(pieces, chosen) if is_loops else _as_segments(pieces, chosen)
-        plan = Plan(
-            program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}", prediction=predicted
-        )
-        found.setdefault(ways, plan.replace(**{"loops" if is_loops else "segments": ways}))
-    if is_loops and any(find_loops(piece.program) for piece in pieces):
+        segments = () if pieces[0].in_loop else _as_segments(pieces, chosen)
+        loops = _as_loops(pieces, chosen) if pieces[0].in_loop else ()
+        yield Plan(program.fingerprint, Budget(), len(program.eqns), planner=f"{BY_HAND}: {name}",
+                   prediction=predicted, segments=segments, loops=loops)  # fmt: skip
+    if all(piece.is_step for piece in pieces) and any(find_loops(piece.program) for piece in pieces):
         with contextlib.suppress(NoBackwardPass):
-            nested = _at_every_depth(program, pieces, head, gpu)
-            found.setdefault(nested.loops, nested)
-    # of those that recompute the same, up to elementwise work, what needs least
-    return sorted(found.values(), key=lambda plan: (round(recomputed_share(plan), 3), predicted_bytes(plan)))
+            yield _at_every_depth(program, pieces, head, gpu)
 
 
 def _loops(program: Program) -> list[_Piece]:
@@ -163,8 +171,14 @@ def _loops(program: Program) -> list[_Piece]:
         n_consts, n_carry = compat.scan_sizes(eqn)
         first = len(body.consts) + n_consts
         found.append(_Piece(node, node + 1, node, body, (0, len(body.eqns)), carries=range(first, first + n_carry),
-                            times=int(eqn.params["length"])))  # fmt: skip
+                            times=int(eqn.params["length"]), in_loop=True))  # fmt: skip
     return found
+
+
+def _blocks_in(step: _Piece) -> list[_Piece]:
+    """The blocks of a loop's step, where it repeats the same ones."""
+    blocks = _pieces(step.program, repeated_blocks(step.program.graph))
+    return [replace(step, kind=(step.node, block.kind), run=block.run, crossing=block.crossing) for block in blocks]
 
 
 def _at_every_depth(program: Program, pieces: Sequence[_Piece], head_bytes: int, gpu: Target | None) -> Plan:
@@ -195,13 +209,19 @@ def _every_step(program: Program) -> tuple[Loop, ...]:
 
 def _blocks(program: Program) -> list[_Piece]:
     """Find the blocks in which everything may be recomputed."""
+    return _pieces(program, blocks_of(program.graph))
+
+
+def _pieces(program: Program, spans: Sequence[tuple[int, int]]) -> list[_Piece]:
     graph = program.graph
-    live = live_bytes(graph)
-    spans = [s for s in blocks_of(graph) if all(node.can_recompute for node in graph.nodes[s[0] : s[1]])]
+    spans = [s for s in spans if all(node.can_recompute for node in graph.nodes[s[0] : s[1]])]
     kinds = [kind_of(graph, program.signatures, *span) for span in spans]
-    made = list(zip(graph.values[len(graph.inputs) :], graph.last_uses()[len(graph.inputs) :], strict=True))
-    crossing = [tuple(v.n_bytes for v, last in made if (v.producer or 0) < start <= last) for start, _ in spans]
-    return [_Piece(*span, kind, program, span, int(live[span[0]]), crossing=sizes)
+    values = zip(graph.values, graph.last_uses(), strict=True)
+    made = [(v.n_bytes, v.producer, last) for v, last in values if v.producer is not None]
+    firsts = [0, *(start for start, _ in spans)]  # what crosses several blocks is counted at the first of them
+    crossing = [tuple(n for n, producer, last in made if before <= producer < start <= last)
+                for before, start in pairwise(firsts)]  # fmt: skip
+    return [_Piece(*span, kind, program, span, crossing=sizes)
             for span, kind, sizes in zip(spans, kinds, crossing, strict=True)]  # fmt: skip
 
 
@@ -266,28 +286,48 @@ def _names_of_products(piece: _Piece) -> tuple[str, ...]:
 
 
 def _as_loops(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Loop, ...]:
-    return tuple(Loop(piece.node, is_recomputed=True, inside=Inside(saved=chosen[piece.kind].saved))
-                 for piece in pieces)  # fmt: skip
+    found: dict[int, Loop] = {}
+    for piece in pieces:
+        if piece.is_step:
+            inside = Inside(saved=chosen[piece.kind].saved)
+        else:
+            alike = [block for block in pieces if block.node == piece.node]
+            inside = Inside(_as_segments(alike, chosen))
+        found[piece.node] = Loop(piece.node, is_recomputed=piece.is_step, inside=inside)
+    return tuple(found.values())
 
 
 def _as_segments(pieces: Sequence[_Piece], chosen: Mapping[Any, Choice]) -> tuple[Segment, ...]:
-    firsts = [piece.program.graph.first_value(piece.node) for piece in pieces]
-    return tuple(Segment(piece.node, piece.stop, tuple(first + offset for offset in chosen[piece.kind].saved))
+    firsts = [piece.program.graph.first_value(piece.run[0]) for piece in pieces]
+    return tuple(Segment(*piece.run, tuple(first + offset for offset in chosen[piece.kind].saved))
                  for piece, first in zip(pieces, firsts, strict=True))  # fmt: skip
 
 
-def _head_bytes(program: Program, start: int, gpu: Target | None) -> int:
-    """What the passes of what follows the last region need."""
-    rest = _traced(program, start, len(program.eqns))
-    if rest is None:
-        return 0
-    spare = loop_gradient_sizes(program.graph, start)
-    return live_ranges.counted("last", rest, (), at_once=program.loss is not None, gpu=gpu, spare=spare)
+def _head_bytes(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> int:
+    """What the passes of what follows the last region need, in the program or in a loop's step."""
+    start, needs = pieces[-1].stop, [0]
+    if (rest := _traced(program, start, len(program.eqns))) is not None:
+        spare = loop_gradient_sizes(program.graph, start)
+        at_once = program.loss is not None
+        needs.append(live_ranges.counted("last", rest, (), at_once=at_once, gpu=gpu, spare=spare))
+    for last in {piece.node: piece for piece in pieces if piece.in_loop}.values():
+        if (rest := _traced(last.program, last.run[1], len(last.program.eqns))) is not None:
+            needs.append(live_ranges.counted("unwrapped", rest, (), at_once=False, gpu=gpu))
+    return max(needs)
 
 
 def _outside_bytes(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> int:
-    """What equations before the regions, and between them, keep for their own backward passes."""
-    gaps = zip([0, *(piece.stop for piece in pieces)], (piece.node for piece in pieces), strict=False)
+    """What equations outside of the regions keep for their own backward passes, in each step of a loop."""
+    total = _kept_between(program, [(piece.node, piece.stop) for piece in pieces], gpu)
+    for step in {piece.node: piece for piece in pieces if piece.in_loop}.values():
+        end = len(step.program.eqns)
+        runs = [piece.run for piece in pieces if piece.node == step.node]
+        total += step.times * _kept_between(step.program, [*runs, (end, end)], gpu)
+    return total
+
+
+def _kept_between(program: Program, runs: Sequence[tuple[int, int]], gpu: Target | None) -> int:
+    gaps = zip([0, *(stop for _, stop in runs)], (start for start, _ in runs), strict=False)
     return sum(live_ranges.kept_bytes(run, gpu=gpu) for gap in gaps if (run := _traced(program, *gap)))
 
 
@@ -336,69 +376,3 @@ def _in_gradients(program: Program, regions: Sequence[tuple[_Piece, TracedRun, C
                 del free[at]
                 total += size
     return total
-
-
-def blocks_of(graph: Graph) -> list[tuple[int, int]]:
-    """Runs of nodes that are the program's blocks, in order, the last one never among them if it ends the program.
-
-    Example:
-        >>> from jaxsub.core.graph import graph_of
-        >>> layer = [("matmul", [8]), ("tanh", [8]), ("matmul", [8]), ("add", [8])]
-        >>> nodes = [(name, [i], size) for i, (name, size) in enumerate([("take", [8]), *layer * 3, ("sum", [1])])]
-        >>> blocks_of(graph_of(nodes, 1, [14]))
-        [(1, 5), (5, 9), (9, 13)]
-    """
-    found = _repeated(graph)
-    if not found:
-        cuts = find_cuts(graph)
-        found = list(pairwise(cuts))[:-1]
-    return [span for span in found if span[1] < len(graph.nodes)]
-
-
-def _repeated(graph: Graph) -> list[tuple[int, int]]:
-    """What repeats with one period over most of the FLOPs whose gradient is taken, whole periods from where the fewest
-    bytes cross.
-    """
-    known: dict[Any, int] = {}
-    shapes = [(n.primitive, *((graph.values[v].shape, graph.values[v].dtype) for v in n.outputs)) for n in graph.nodes]
-    kinds = np.array([known.setdefault(shape, len(known)) for shape in shapes])
-    active = (any(graph.values[v].is_differentiated for v in node.outputs) for node in graph.nodes)
-    counted = [node.flops * is_active for node, is_active in zip(graph.nodes, active, strict=True)]
-    flops = np.concatenate([[0.0], np.cumsum(counted)])
-    best: tuple[float, int, int, int] | None = None
-    for period in sorted(set(_periods(graph, kinds))):
-        start, stop = _longest_run(kinds[period:] == kinds[:-period])
-        held = float(flops[stop + period] - flops[start])
-        is_more = best is None or held > best[0] * 1.01
-        if stop - start >= period and held >= TUNING.block_flops * flops[-1] and is_more:
-            best = held, period, start, stop + period
-    if best is None:
-        return []
-    _, period, start, stop = best
-    live = live_bytes(graph)
-    phase = min(range(period), key=lambda i: (float(live[start + i : stop + 1 : period].mean()), i))
-    starts = list(range(start + phase, stop + 1, period))
-    first = [max(0, start + phase - period)] if phase else []
-    return list(pairwise([*first, *starts]))
-
-
-def _periods(graph: Graph, kinds: np.ndarray) -> Iterator[int]:
-    """Distances between costly nodes and the next ones of their kind, the commonest of each kind."""
-    places: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        if node.is_costly:
-            places.setdefault(int(kinds[node.index]), []).append(node.index)
-    for found in places.values():
-        for step in range(1, min(NEXT, len(found) - 1) + 1):
-            distances = Counter(b - a for a, b in zip(found, found[step:], strict=False))
-            yield distances.most_common(1)[0][0]
-
-
-def _longest_run(flags: np.ndarray) -> tuple[int, int]:
-    """The longest run of true entries, half open."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
-    starts, stops = edges[::2], edges[1::2]
-    if not len(starts):
-        return 0, 0
-    longest = int(np.argmax(stops - starts))
-    return int(starts[longest]), int(stops[longest])

@@ -247,10 +247,9 @@ def test_a_loop_inside_a_body_may_be_all_that_runs_otherwise(monkeypatch):
     """Where a step's inner loop saves one value a row less is kept, nothing runs again, and nothing else keeps less."""
     program = trace(recurrent, (WS, random.normal(random.key(2), (256, 8))), {}, argnums=(0, 1))
     (node,) = find_loops(program)
-    price = Pricer(program, get_target(None))._body_chain
 
     def free():
-        ways = loop_choices(program, node, price)
+        ways = loop_choices(program, node)
         return [c for c in ways if c.recompute_flops < 0.01 * program.graph.nodes[node].flops]
 
     found = min(free(), key=lambda way: way.transient_bytes)

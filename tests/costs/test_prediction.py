@@ -447,3 +447,22 @@ def test_aims_that_are_missed_are_told(monkeypatch):
     rows["cpu/chain/9"] = rows["cpu/chain/10"] = {"predicted": 60, "occupied": 100}
     said = [f"cpu: {what}" for what in ("median error 8.0%, the aim is 5%", "worst error 40.0%, the aim is 30%")]
     assert list(broken(rows)) == said
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_look_ups_in_one_value_are_scattered_into_one_sum(target):
+    """Stages that look rows up of one made value scatter into the sum of its gradients: one array of zeros for all."""
+    if target == "h100":
+        pytest.importorskip("jax_plugins.xla_cuda12", reason="jaxsub[targets] compiles for a GPU that is not there")
+
+    def loss(ws, x, ids):
+        table, h = jnp.tanh(x @ ws[0]), jnp.ones((256, 64))
+        for w in ws[1:]:
+            places = ids + jnp.abs(h[:, 0]).astype("int32")
+            h = jnp.tanh(jnp.tanh((h + sum(table[at % 4096] for at in places)) @ w) @ w)
+        return jnp.mean(h**2)
+
+    ws = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(9)]
+    args = ws, jax.random.normal(jax.random.key(9), (4096, 64)), jnp.arange(1024).reshape(4, 256)
+    plan = jaxsub.plan(loss, *args, verify=True, target=target, chunks=False, cache=False, progress=False)
+    assert plan.prediction.temp_bytes == pytest.approx(plan.measurement.temp_bytes, rel=0.1)
