@@ -401,9 +401,11 @@ def test_layers_inside_a_loop_over_micro_batches_recompute_no_more_than_by_hand(
               for i in range(6)]  # fmt: skip
     args = layers, jnp.ones((1024, 64)), jnp.zeros((1024, 64))
     written, plain = partial(micro_batches, partial(jax.checkpoint, policy=policy)), partial(micro_batches, lambda f: f)
-    budget = jaxsub.measure(written, *args).temp_bytes
+    budget, needed = (jaxsub.measure(f, *args).temp_bytes for f in (written, plain))
     planned = jaxsub.sublinear(plain, budget=budget, cache=False, progress=False)
+    found = [flops(f, args) / flops(plain, args) for f in (written, planned)]
+    print(f"at {budget / needed:.3f} of plain's memory {found[0]:.2f} of its FLOPs by hand, {found[1]:.2f} planned")
     assert planned.plan(*args).measurement.temp_bytes <= budget
-    assert flops(planned, args) <= 1.01 * flops(written, args)
+    assert found[1] <= 1.01 * found[0]
     got, wanted = (jaxsub.jit(jax.value_and_grad(f))(*args) for f in (planned, plain))
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)

@@ -42,8 +42,8 @@ def test_memory_rises_and_recompute_falls_along_slices_too(fun, args):
 
 def test_whole_functions_in_slices_recompute_inside_of_them():
     """Below what its slices need, a slice of a whole function is planned itself."""
-    args = [jnp.eye(64)] * 12, jnp.ones((4, 64, 4096))
-    points = jaxsub.frontier(mixing_layers, *args, verify=True, points=20, cache=False).points
+    args = [jnp.eye(64)] * 8, jnp.ones((4, 64, 1024))
+    points = jaxsub.frontier(mixing_layers, *args, verify=True, points=12, cache=False).points
     inside = [p for p in points if any(run.inside.segments for run in p.plan.slices)]
     assert inside
     for point in inside:
