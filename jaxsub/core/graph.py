@@ -151,18 +151,22 @@ class Graph:
 
         What it adds to the gradient is as large as the slice: the compiler pads it as it adds it.
         """
-        found = self.values[value]
-        if not found.is_differentiated or not found.consumers or found.consumers[-1] < stop:
-            return False
-        readers = [i for i in found.consumers if start <= i < stop]
-        return len(readers) == 1 and self.nodes[readers[0]].primitive in SLICES
+        readers = self._readers_before(value, start, stop)
+        return len(readers) == 1 and readers[0] in SLICES
 
     def is_look_up_joined(self, value: int, start: int, stop: int) -> bool:
-        """Whether a run only looks rows of a made value up that later nodes read too: it scatters into the gradient."""
+        """Whether a run only looks rows of a made value up, and later nodes read that too.
+
+        What it adds to the gradient is scattered into the sum of theirs.
+        """
+        return self.values[value].producer is not None and set(self._readers_before(value, start, stop)) == {"gather"}
+
+    def _readers_before(self, value: int, start: int, stop: int) -> list[str]:
+        """Primitives of the nodes of a run that read a differentiated value; none where no later node reads it too."""
         found = self.values[value]
-        if found.producer is None or not found.is_differentiated or found.consumers[-1] < stop:
-            return False
-        return all(self.nodes[i].primitive == "gather" for i in found.consumers if start <= i < stop)
+        if not found.is_differentiated or not found.consumers or found.consumers[-1] < stop:
+            return []
+        return [self.nodes[i].primitive for i in found.consumers if start <= i < stop]
 
     def pinned(self) -> tuple[int, ...]:
         """The nodes that must run once: none of them may be in a region."""

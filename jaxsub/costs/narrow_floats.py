@@ -32,9 +32,8 @@ def is_slow(eqn: Any, is_cpu: bool) -> bool:
     A CPU rounds to bfloat16 after slices and other copies, too; not after transposes and broadcasts.
     """
     name = eqn.primitive.name
-    if name in SLOW or not is_cpu:
-        return name in SLOW
-    return name == "gather" or (eqn.outvars[0].aval.dtype == BFLOAT16 and name not in ROUND_FREE)
+    is_rounded = is_cpu and name not in ROUND_FREE and eqn.outvars[0].aval.dtype == BFLOAT16
+    return name in SLOW or is_rounded or (is_cpu and name == "gather")
 
 
 def widened(eqns: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
