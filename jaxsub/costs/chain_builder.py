@@ -250,7 +250,7 @@ class Pricer:
             hoisted,
             passes.forward, passes.backward, tail_seconds,
             sizes,
-            gradient_sizes(graph, start, stop),
+            () if self.program.is_inner else gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),

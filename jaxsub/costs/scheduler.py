@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(slots=True, eq=False)
@@ -176,10 +176,12 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    outputs = [(sizes[b], born[b]) for b in written if b in born] + [(size, len(kernels)) for size in spare]
+    outputs = [Output(sizes[b], born[b], _overwritten(kernels[born[b]], b)) for b in written if b in born]
+    outputs += [Output(size, len(kernels)) for size in spare]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
-    sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)
+    over = {b for i, kernel in enumerate(kernels) for b in kernel.over.union(*kernel.each) if last.get(b) == i}
+    sizes |= dict.fromkeys(_hosted(sizes, spans, over, outputs), 0)
     dying: dict[int, list[Any]] = {}
     for buffer, i in last.items():
         dying.setdefault(i, []).append(buffer)
@@ -206,15 +208,30 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
     return reused
 
 
-def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], outputs: Sequence[tuple[int, int]]) -> list[Any]:
-    """List the buffers, largest first, that outputs host before they are written."""
-    outputs, found = sorted(outputs), []
-    room, taken = [size for size, _ in outputs], [0] * len(outputs)  # an output's bits are the times it is in use
+def _overwritten(kernel: Kernel, buffer: Any) -> frozenset[Any]:
+    """The operands that a kernel may write a buffer over."""
+    return dict(zip(kernel.makes, kernel.each, strict=False)).get(buffer, kernel.over)
+
+
+class Output(NamedTuple):
+    """The memory of an output, with the kernel that writes it and the operands that this may write it over."""
+
+    n_bytes: int
+    born: int
+    over: frozenset[Any] = frozenset()
+
+
+def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], over: Collection[Any],
+            outputs: Sequence[Output]) -> list[Any]:  # fmt: skip
+    """List the buffers, largest first, that outputs host before they are written; some are written over."""
+    outputs, found = sorted(outputs, key=lambda output: output[:2]), []
+    room, taken = [o.n_bytes for o in outputs], [0] * len(outputs)  # an output's bits are the times it is in use
     for b in sorted((b for b in spans if sizes[b]), key=lambda b: (-sizes[b], spans[b])):
         start, stop = spans[b]
-        span = (2 << stop) - (1 << start)
+        span = ((1 if b in over else 2) << stop) - (1 << start)  # its memory is the next one's, or is free after
         for p in range(bisect_left(room, sizes[b]), len(outputs)):
-            if stop < outputs[p][1] and not taken[p] & span:
+            is_before = stop < outputs[p].born or (stop == outputs[p].born and b in outputs[p].over)
+            if is_before and not taken[p] & span:
                 taken[p] |= span
                 found.append(b)
                 break

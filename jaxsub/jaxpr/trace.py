@@ -58,6 +58,7 @@ class Program:
         platform: The platform to compile for, such as `cuda`; empty if not known yet.
         is_inside_sharded: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
         shares: What one device holds of its values, where the bytes of the graph are counted by that.
+        is_inner: Whether it is an inner program: a slice, the body of a loop or a branch.
     """
 
     eqns: tuple[Any, ...]
@@ -74,6 +75,7 @@ class Program:
     platform: str = ""
     is_inside_sharded: bool = False
     shares: Shares | None = None
+    is_inner: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -105,7 +107,7 @@ class Program:
 
     def part(self, inner: Program, node: int | None = None, number: int = 0) -> Program:
         """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
-        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
+        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded, is_inner=True)
         return found if self.shares is None or node is None else found.sized(self.shares.bodies.get((node, number)))
 
     def sized(self, shares: Shares | None) -> Program:

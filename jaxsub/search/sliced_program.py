@@ -7,7 +7,8 @@ one equation each, and the rest is planned around them; of the whole function in
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxsub.core.budget import Budget
@@ -60,10 +61,16 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         known_share -= fixed_cost(runs)
         return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share))
     refusals: list[InfeasibleBudgetError] = []
+    tried: list[_Tried] = []
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass
     for _ in range(TUNING.slice_corrections):
         folded = with_slices(program, runs)
         found = _plan_or_refusal(whole, folded, budget, True)
+        tried.append(_Tried(runs, needed, needed_bytes(found) if isinstance(found, Plan) else found.least_bytes))
+        if isinstance(found, Plan) and _has_room(tried, n_bytes):
+            runs = _roomier(program, tried, again, n_bytes, whole)
+            folded = with_slices(program, runs)
+            found = _plan_or_refusal(whole, folded, budget, True)
         is_far = not isinstance(found, Plan) and found.least_bytes > TUNING.prediction_error * n_bytes
         if not (is_trusted or is_far):
             found = _plan_or_refusal(whole, folded, budget, False)
@@ -72,18 +79,52 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         if is_trusted or not is_far:
             refusals.append(found)
         one = program_of_slice(program, runs[0])
-        needed = needed or needed_bytes(whole(one, Budget(NO_LIMIT), True))
+        if not needed:
+            needed = needed_bytes(whole(one, Budget(NO_LIMIT), True))
+            tried = [replace(tried[0], needed=needed)]
         inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
         if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
             if inside.least_bytes >= needed:
                 break
             inside = whole(one, Budget(inside.least_bytes), True)
-        planned = Inside(inside.segments, inside.barriers, inside.loops)
-        runs = (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
-        needed = needed_bytes(inside)
+        runs, needed = _with_inside(runs, inside, again), needed_bytes(inside)
     if not refusals:
         return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted))
     raise min(refusals, key=lambda refused: refused.least_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """The whole function in slices: what one slice is planned to need, and what all are predicted to."""
+
+    runs: Runs
+    needed: int
+    total: int
+
+
+def _has_room(tried: Sequence[_Tried], n_bytes: int) -> bool:
+    """Whether slices that recompute leave so much of the budget that they may recompute less."""
+    first, last = tried[0], tried[-1]
+    recomputes = last.runs[0].extra_share - first.runs[0].extra_share > TUNING.compile_gain
+    return recomputes and last.needed < first.needed and TUNING.prediction_error * last.total < n_bytes
+
+
+def _roomier(program: Program, tried: Sequence[_Tried], again: float, n_bytes: int, whole: Whole) -> Runs:
+    """The same slices with more room inside, by what they need with and without recomputation; if that fits."""
+    first, last = tried[0], tried[-1]
+    share = (n_bytes / TUNING.prediction_error - last.total) / max(1, first.total - last.total)
+    asked = last.needed + int(share * (first.needed - last.needed))
+    inside = _plan_or_refusal(whole, program_of_slice(program, last.runs[0]), Budget(asked), True)
+    if not isinstance(inside, Plan):
+        return last.runs
+    runs = _with_inside(last.runs, inside, again)
+    found = _plan_or_refusal(whole, with_slices(program, runs), Budget(n_bytes), True)
+    return runs if isinstance(found, Plan) and runs[0].extra_share < last.runs[0].extra_share else last.runs
+
+
+def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:
+    planned = Inside(inside.segments, inside.barriers, inside.loops)
+    return (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
 
 
 def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool) -> Plan | InfeasibleBudgetError:
