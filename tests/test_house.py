@@ -23,7 +23,7 @@ allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ compat flops new_equations identity inline max_pool_vjp ragged_products output_only_vjp
-    shardings static_leaves trace constants differences arguments tangents linearity axis_places
+    shardings static_leaves tangents trace constants differences arguments linearity axis_places
     random_bits axis axis_rules axis_bodies axis_origin axes product_rows
 devices: __init__ cuda_plugin aot_worker targets aot compile
 partition: __init__ cuts blocks inner_programs run_function traced_run min_cut

@@ -210,7 +210,8 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
 
 def _overwritten(kernel: Kernel, buffer: Any) -> frozenset[Any]:
     """The operands that a kernel may write a buffer over."""
-    return dict(zip(kernel.makes, kernel.each, strict=False)).get(buffer, kernel.over)
+    each: dict[Any, frozenset[Any]] = dict(zip(kernel.makes, kernel.each, strict=False))
+    return each.get(buffer, kernel.over)
 
 
 class Output(NamedTuple):

@@ -36,7 +36,7 @@ from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear
-from jaxsub.jaxpr.trace import ZERO_TANGENT
+from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 Values = tuple[Any, ...]
 

@@ -31,6 +31,7 @@ from jaxsub.emission.scan_unrolling import unrolled
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
 from jaxsub.jaxpr.new_equations import call_eqn
+from jaxsub.jaxpr.tangents import carried
 from jaxsub.jaxpr.trace import Program, program_of
 from jaxsub.partition.run_function import run_function
 
@@ -60,15 +61,13 @@ def with_loops(program: Program, loops: Sequence[ControlFlow], name: str = "") -
 def body_program(program: Program, node: int) -> Program:
     """Make a program of a scan's body: a function of constants, carry and slices of xs, in this order.
 
-    A gradient may flow to its differentiated inputs; the whole floating-point carry is among them.
+    A gradient may flow to its differentiated inputs; what is carried is among them if it has a tangent at some step.
     """
     eqn, graph = program.eqns[node], program.graph
     eqns, invars, outvars, consts = flatten_jaxpr(eqn.params["jaxpr"], keeps_slices=True)
-    n_consts, n_carry = compat.scan_sizes(eqn)
     index = iter(graph.nodes[node].inputs)
     active = [compat.is_var(a) and graph.values[next(index)].is_differentiated for a in eqn.invars]
-    active[n_consts : n_consts + n_carry] = [True] * n_carry
-    positions = {len(consts) + i for i, is_active in enumerate(active) if is_active}
+    positions = {len(consts) + i for i, is_active in enumerate(carried(eqn, active)) if is_active}
     names = ["const"] * len(invars)
     body = program_of(eqns, invars, outvars, consts, positions, None, None, names, eqn.params["jaxpr"])
     return program.part(body, node)

@@ -31,7 +31,7 @@ from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Tot
 from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
-from jaxsub.jaxpr.trace import ZERO_TANGENT
+from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 
 class MeetsTotal(NoRule):

@@ -34,7 +34,10 @@ def runs_in_slices(eqn: Any) -> bool:
 def flatten_jaxpr(
     closed: Any, *, keeps_slices: bool = False, opened: Sequence[str] = ()
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Inline calls, and primitives in `opened`; return equations, inputs (constants first), outputs and constants."""
+    """Inline calls, and primitives in `opened`; return equations, inputs (constants first), outputs and constants.
+
+    Constants whose values are not known, as a primitive that is not JAX's may have them, are inputs behind the others.
+    """
 
     def body_of(eqn: Any) -> Any:
         if keeps_slices and runs_in_slices(eqn):
@@ -43,13 +46,15 @@ def flatten_jaxpr(
 
     jaxpr = compat.open_jaxpr(closed)
     eqns: list[Any] = []
-    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    consts = getattr(closed, "consts", ())
+    hoisted: list[tuple[Any, Any]] = list(zip(jaxpr.constvars, consts, strict=False))
+    given = [*jaxpr.constvars[len(consts) :], *jaxpr.invars]
     env: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         _inline(eqn, env, eqns, hoisted, None, body_of)
     outvars = [renamed(env, a) for a in jaxpr.outvars]
     eqns = compat.sliced_where_used(eqns, outvars)
-    return eqns, [v for v, _ in hoisted] + list(jaxpr.invars), outvars, [c for _, c in hoisted]
+    return eqns, [v for v, _ in hoisted] + given, outvars, [c for _, c in hoisted]
 
 
 def arrays_for_rules(eqns: Sequence[Any], variables: Sequence[Any], consts: Sequence[Any]) -> list[Any]:

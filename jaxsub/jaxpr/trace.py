@@ -27,9 +27,7 @@ from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signature_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
-
-ZERO_TANGENT = frozenset("stop_gradient floor ceil round sign nextafter random_bits random_seed random_wrap".split())
-"""Primitives with float outputs through which no gradient flows."""
+from jaxsub.jaxpr.tangents import reached
 
 WIDE = frozenset("float64 complex128 int64 uint64".split())
 """Dtypes that exist only while JAX's x64 is on."""
@@ -346,7 +344,7 @@ def _graph(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], d
     digest.update(repr(([str(v.aval) for v in invars], out_ids, tuple(differentiated), loss)).encode())
     avals = [v.aval for v in invars] + [v.aval for eqn in eqns for v in eqn.outvars]
     named = {n.outputs[0]: name for n, eqn in zip(nodes, eqns, strict=True) if (name := compat.given_name(eqn))}
-    active = _active(nodes, avals, differentiated, _loss_values(outvars, index, loss))
+    active = _active(nodes, eqns, avals, differentiated, _loss_values(outvars, index, loss))
     producer = [None] * len(invars) + [n.index for n in nodes for _ in n.outputs]
     values = tuple(
         Value(
@@ -377,15 +375,18 @@ def _loss_values(outvars: Sequence[Any], index: dict[Any, int], loss: int | None
     return {index[a] for a in wanted if compat.is_var(a)}
 
 
-def _active(nodes: Sequence[Node], avals: Sequence[Any], differentiated: Sequence[int], losses: set[int]) -> list[bool]:
+def _active(nodes: Sequence[Node], eqns: Sequence[Any], avals: Sequence[Any], differentiated: Sequence[int],
+            losses: set[int]) -> list[bool]:  # fmt: skip
     """Tell which values a gradient flows through: reached from a differentiated input, and reaching the loss."""
     forward = [False] * len(avals)
     for i in differentiated:
         forward[i] = True
-    for node in nodes:
-        if node.primitive not in ZERO_TANGENT and any(forward[v] for v in node.inputs):
-            for v in node.outputs:
-                forward[v] = jnp.issubdtype(_shaped(avals[v]).dtype, jnp.inexact)
+    for node, eqn in zip(nodes, eqns, strict=True):
+        if any(forward[v] for v in node.inputs):
+            ins = iter(node.inputs)
+            found = reached(eqn, [compat.is_var(a) and forward[next(ins)] for a in eqn.invars])
+            for v, is_reached in zip(node.outputs, found, strict=True):
+                forward[v] = is_reached
     backward = [v in losses for v in range(len(avals))]
     for node in reversed(nodes):
         if any(backward[v] and forward[v] for v in node.outputs):

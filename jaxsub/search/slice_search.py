@@ -171,11 +171,12 @@ class _Search:
     def _may_err(self) -> bool:
         """Whether the program without slices may fit though it is predicted not to, by hand perhaps.
 
-        Where something was found, only what recomputes less is compiled.
+        Where something was found, only what recomputes less is compiled; where nothing was, what may need least too:
+        a refusal names it.
         """
         if self.plans:
             return self._least_cost() > TUNING.little_recompute and not self._is_far()
-        return not any(refused.least_bytes for refused, _ in self.refusals) or not self._is_far()
+        return not self._is_far() or self._said()[1] < self._least_measured()
 
     def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
@@ -206,9 +207,12 @@ class _Search:
 
     def _excess(self) -> float:
         """By what factor predictions for runs in slices that did not fit were too large, if they were."""
-        pairs = [(_needed_or_least(self._plan_or_refusal(runs, self.budget)), refused.least_bytes)
-                 for refused, runs in self.refusals if runs]  # fmt: skip
-        return max((1.0, *(said / is_ for said, is_ in pairs if is_)))
+        return max((1.0, *self._refused_ratios()))
+
+    def _refused_ratios(self) -> list[float]:
+        """What was predicted of runs in slices that did not fit over what they were measured to need."""
+        return [_needed_or_least(self._plan_or_refusal(runs, self.budget)) / refused.least_bytes
+                for refused, runs in self.refusals if runs and refused.least_bytes]  # fmt: skip
 
     def _is_refused_alike(self, runs: Runs) -> bool:
         """Whether the program without slices was refused, and with them is predicted to need no less."""
@@ -243,12 +247,15 @@ class _Search:
     def _corrected(self) -> Budget:
         """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it.
 
-        Predictions of plans by hand err otherwise.
+        Where something was found and no set of runs in slices fits, it is smaller: what was refused needs more than was
+        predicted of it, and so may others. Predictions of plans by hand err otherwise.
         """
         if self.budget == Budget():
             return self.budget
         pairs = [(p.prediction.temp_bytes, p.measurement.temp_bytes) for p in self.plans
                  if p.slices and p.prediction and p.measurement and not p.planner.startswith(BY_HAND)]  # fmt: skip
+        if self.plans and not pairs:
+            return Budget(int(self.n_bytes * min((1.0, *self._refused_ratios()))))
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 
     def _least_cost(self) -> float:

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jaxprs import equations, plan_of
 
+import jaxsub
 from jaxsub.core.decisions import Segment
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr.tangents import reaching
@@ -81,6 +82,39 @@ def test_tangents_that_go_on_are_kept(n):
     tangent = jnp.cos(3 * X)
     got, wanted = (jax.jvp(f, (X,), (tangent,)) for f in (lambda x: run(*program.consts, x)[0], fun))
     chex.assert_trees_all_close(got, wanted, rtol=1e-6)
+
+
+@jax.custom_jvp
+def exact(t):
+    """What refuses a tangent."""
+    return t
+
+
+@exact.defjvp
+def _refuse(primals, tangents):
+    raise RuntimeError("`exact` cannot be differentiated")
+
+
+def solved(x, end):
+    """A differential equation whose time, a float that its loop carries, is read by what refuses a tangent."""
+
+    def step(carry, _):
+        t, y = carry
+        y = lax.cond(t < end, lambda y: y + 0.1 * jnp.sin(y @ y.T) @ y * exact(t), lambda y: y, y)
+        return (t + 0.1, y), None
+
+    return jnp.sum(lax.scan(step, (0.0, x), None, length=16)[0][1] ** 2)
+
+
+def test_what_a_loop_carries_beside_what_is_differentiated_has_no_tangent():
+    """Such a loop is planned like any other: a step recomputes."""
+    x = jnp.linspace(-1.0, 1.0, 48 * 8).reshape(48, 8)
+    plain = jaxsub.measure(solved, x, 1.0).temp_bytes
+    plan = jaxsub.plan(solved, x, 1.0, budget=0.4, chunks=False, progress=False)
+    assert plan.measurement.temp_bytes <= 0.4 * plain
+    assert plan.loops
+    small = jaxsub.jit(jax.grad(jaxsub.sublinear(solved, plan=plan)))(x, 1.0)
+    chex.assert_trees_all_close(small, jax.grad(solved)(x, 1.0), rtol=1e-5)
 
 
 def shifted(x, y, z):

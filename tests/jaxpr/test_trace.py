@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 
 import jaxsub
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import aval_bytes, trace
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
@@ -132,6 +134,8 @@ def test_argnums():
 
 FINGERPRINT = """
 import jax, jax.numpy as jnp
+from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import trace
 policy = jax.checkpoint_policies.save_only_these_names("first", "second", "third", "fourth")
 layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=policy)
@@ -204,3 +208,12 @@ def test_an_array_of_weights_is_as_good_as_a_list():
     small = jaxsub.sublinear(lambda *a: f(*a) + jnp.sum(a[0][::2]), verify=False, cache=False)
     wanted = jax.grad(f)(*args) + jnp.zeros((10, 4, 4)).at[::2].set(1)
     assert jnp.allclose(jax.jit(jax.grad(small))(*args), wanted, atol=1e-6)
+
+
+def test_constants_whose_values_are_not_known_are_inputs():
+    """A primitive that is not JAX's may hold a jaxpr without the values of its constants, as a linear solver's does."""
+    held = jnp.arange(3.0)
+    jaxpr = jax.make_jaxpr(lambda x: x * held)(held).jaxpr
+    eqns, inputs, _ = flatten_closed(jaxpr)
+    assert {a for eqn in eqns for a in eqn.invars if compat.is_var(a)} <= set(inputs)
+    assert [eqn.primitive.name for eqn in eqns] == ["mul"]

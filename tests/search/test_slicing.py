@@ -483,6 +483,36 @@ def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not
     assert any(asked) is is_compiled
 
 
+def test_a_refusal_names_what_the_program_needs_without_slices():
+    """Slices that need far more than was predicted say nothing of it: what it is predicted to need is compiled."""
+    program = trace(classify, (HEAD, X, Y), {}, argnums=0)
+    budget = 2**20
+
+    def whole(given, at_most, is_trusted, known_share=np.inf):
+        needed = int(budget * (2.0 if len(given.eqns) == len(program.eqns) else 1.9 if is_trusted else 4.0))
+        if needed > at_most.n_bytes:
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
+        return Plan("f", at_most, len(given.eqns), prediction=Prediction(needed, 0.5, 1.0, 0, "analytic"))
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        sliced_or_whole(program, get_target("h100"), Budget(budget), "auto", whole)
+    assert refused.value.least_bytes == 2 * budget
+
+
+def test_a_slice_recomputes_as_little_as_the_budget_leaves_room_for():
+    """In slices gradients are added to sums: they hold nothing until then, and wait for barriers to be added."""
+    weights, x = [jnp.eye(64) * 0.9] * 24, jnp.ones((256, 64))
+    asked = dict(chunks={0: 4}, cache=False, progress=False)
+    shares, kept = [], jaxsub.plan(tanh_layers, weights, x, **asked, budget=2**30).measurement.temp_bytes
+    for share in (0.8, 0.6, 0.45):
+        plan = jaxsub.plan(tanh_layers, weights, x, **asked, budget=int(share * kept))
+        assert plan.measurement.temp_bytes <= share * kept
+        shares.append(plan.slices[0].extra_share)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.4
+    assert shares[-1] < 1
+
+
 @pytest.mark.parametrize(("rows", "is_even"), [(4096, True), (4093, False)])
 def test_slices_are_of_one_size_where_the_axis_allows_it(rows, is_even):
     """What is left over would run beside the slices, with sums of gradients of its own."""
