@@ -161,7 +161,7 @@ def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kerne
 
 
 def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[Any], free: set[Any],
-               written: Iterable[Any] = (), spare: Sequence[int] = ()) -> int:  # fmt: skip
+               written: Iterable[Any] = (), spare: Sequence[int] = (), *, in_place: bool = False) -> int:  # fmt: skip
     """Find the peak of live bytes.
 
     Args:
@@ -171,16 +171,19 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
         free: Buffers whose memory is counted elsewhere.
         written: Those of `free` that are outputs which a kernel writes: until then they host other values.
         spare: Bytes of outputs that are written later than by all kernels: they host what is dead at the end.
+        in_place: Whether outputs are written over what they host until then. A GPU's compiler merges small kernels that
+            write outputs: what they read is live beside all of them.
     """
     sizes = {**at_start, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    outputs = [Output(sizes[b], born[b], _overwritten(kernels[born[b]], b)) for b in written if b in born]
+    outputs = [Output(sizes[b], born[b], _overwritten(kernels[born[b]], b) if in_place else frozenset())
+               for b in written if b in born]  # fmt: skip
     outputs += [Output(size, len(kernels)) for size in spare]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
-    over = {b for i, kernel in enumerate(kernels) for b in kernel.over.union(*kernel.each) if last.get(b) == i}
+    over = {b for i, k in enumerate(kernels) for b in k.over.union(*k.each) if last.get(b) == i} if in_place else ()
     sizes |= dict.fromkeys(_hosted(sizes, spans, over, outputs), 0)
     dying: dict[int, list[Any]] = {}
     for buffer, i in last.items():

@@ -175,9 +175,10 @@ def test_an_output_is_written_over_what_dies_then():
     copied = Kernel(1, ("s",), frozenset("z"), (8,))
     scaled = Kernel(2, ("w",), frozenset("s"), (8,), over=frozenset("s"))
     apart = Kernel(2, ("w",), frozenset("s"), (8,))
-    peaks = [peak_bytes(order, {}, {"w"}, {"w"}, {"w"})
+    peaks = [peak_bytes(order, {}, {"w"}, {"w"}, {"w"}, in_place=True)
              for order in ([zeros, loop, scaled], [zeros, copied, scaled], [zeros, loop, apart])]  # fmt: skip
     assert peaks == [0, 8, 8]
+    assert peak_bytes([zeros, loop, scaled], {}, {"w"}, {"w"}, {"w"}) == 8
 
 
 def test_zeros_stand_from_the_start():
