@@ -189,7 +189,8 @@ class Pricer:
 
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
-            self._kinds[start, stop] = kind_of(self.sized.graph, self.sized.signatures, start, stop)
+            kind = kind_of(self.sized.graph, self.sized.signatures, start, stop)
+            self._kinds[start, stop] = f"inner {kind}" if self.program.is_inner else kind
         return self._kinds[start, stop]
 
     def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> Traced:

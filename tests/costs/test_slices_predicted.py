@@ -9,7 +9,7 @@ from layers import mixing_layers, tanh_layers
 
 import jaxsub
 from jaxsub.core.decisions import Inside
-from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.chain_builder import Pricer, Prices
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.trace import trace
@@ -36,10 +36,7 @@ CASES = [
 @pytest.mark.parametrize(("fun", "x", "count"), CASES, ids=[f"{fun.__name__} in {n}" for fun, _, n in CASES])
 @pytest.mark.parametrize("is_planned", [False, True], ids=["kept", "least"])
 def test_slices_need_what_is_predicted(fun, x, count, is_planned):
-    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers.
-
-    Their products with the cotangent are counted, which XLA leaves out where that is 1.
-    """
+    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers."""
     program, cpu = trace(fun, (WEIGHTS, x), {}), get_target("cpu")
     (run,) = asked(program, {0: count})
     if is_planned:
@@ -54,3 +51,15 @@ def test_slices_need_what_is_predicted(fun, x, count, is_planned):
     verifier = Verifier(folded)
     measured = verifier.measure(verifier.empty()).temp_bytes
     assert 0.87 * measured <= stage.keep_transient_bytes <= 1.13 * measured + sum(w.nbytes for w in WEIGHTS)
+
+
+def test_gradients_of_an_inner_program_are_priced_apart():
+    """Equal layers of a program and of a slice share no prices: what a slice adds to a sum is no output."""
+    weights, x = [jnp.ones((64, 64))] * 4, jnp.ones((8, 64))
+    program = trace(tanh_layers, (weights, x), {})
+    cuts, target, prices = cut_choices(program)[0], get_target("cpu"), Prices()
+    inner = Pricer(replace(program, is_inner=True), target, prices=prices).chain(cuts)
+    chain = Pricer(program, target, prices=prices).chain(cuts)
+    assert chain == Pricer(program, target).chain(cuts)
+    assert [stage.gradient_sizes for stage in inner.stages] == [()] * len(cuts[1:])
+    assert max(s.transient_bytes for s in inner.stages) > max(s.transient_bytes for s in chain.stages)
