@@ -173,12 +173,9 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
         verifier = Verifier(pricer)
         plain = verifier.plain().measurement
         plans = [plan.replace(measurement=_measure(verifier, plan), plain_measurement=plain) for plan in plans]
-    rising = sorted((Point("in slices" if plan.slices else "optimal", plan) for plan in plans), key=_memory)
-    return Frontier(tuple(rising), others, budget_bytes)
-
-
-def _memory(point: Point) -> int:
-    return point.temp_bytes
+    found = (Point("in slices" if plan.slices else "optimal", plan) for plan in plans)
+    rising = {p.temp_bytes: p for p in sorted(found, key=lambda p: (p.temp_bytes, -p.extra))}  # of equal ones the last
+    return Frontier(tuple(rising.values()), others, budget_bytes)
 
 
 def _measure(verifier: Verifier, plan: Plan) -> Measurement:

@@ -183,7 +183,7 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
     outputs += [Output(size, len(kernels)) for size in spare]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
-    over = {b for i, k in enumerate(kernels) for b in k.over.union(*k.each) if last.get(b) == i} if in_place else ()
+    over = {b for i, kernel in enumerate(kernels) for b in _handed_on(kernel) if last.get(b) == i} if in_place else ()
     sizes |= dict.fromkeys(_hosted(sizes, spans, over, outputs), 0)
     dying: dict[int, list[Any]] = {}
     for buffer, i in last.items():
@@ -215,6 +215,12 @@ def _overwritten(kernel: Kernel, buffer: Any) -> frozenset[Any]:
     """The operands that a kernel may write a buffer over."""
     each: dict[Any, frozenset[Any]] = dict(zip(kernel.makes, kernel.each, strict=False))
     return each.get(buffer, kernel.over)
+
+
+def _handed_on(kernel: Kernel) -> list[Any]:
+    """The operands that one of a kernel's results is written over; one of several results is copied for each."""
+    over = Counter(b for operands in kernel.each or (kernel.over,) for b in operands)
+    return [b for b, n in over.items() if n == 1]
 
 
 class Output(NamedTuple):
