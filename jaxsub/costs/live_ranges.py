@@ -65,7 +65,7 @@ def _least_peak(traced: TracedRun, lives: Lives, kernels: Sequence[Kernel], at_s
     ends = lives.ends()
     if lives.gpu is None:
         order = schedule(kernels, (*traced.inputs, *at_start), True)
-        return peak_bytes(order, at_start, ends, free, written, in_place=True)
+        return peak_bytes(order, at_start, ends, free, written)
     outputs = [lives.base(v) for v in (*traced.backward_outputs, *lives.outputs) if compat.is_var(v)]
     ends -= _added(traced, lives)
     kernels = joined(kernels, map(lives.base, lives.given), outputs)

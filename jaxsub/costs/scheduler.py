@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ def depth_first(kernels: Sequence[Kernel], outputs: Iterable[Any]) -> list[Kerne
 
 
 def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[Any], free: set[Any],
-               written: Iterable[Any] = (), spare: Sequence[int] = (), *, in_place: bool = False) -> int:  # fmt: skip
+               written: Iterable[Any] = (), spare: Sequence[int] = ()) -> int:  # fmt: skip
     """Find the peak of live bytes.
 
     Args:
@@ -171,20 +171,15 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
         free: Buffers whose memory is counted elsewhere.
         written: Those of `free` that are outputs which a kernel writes: until then they host other values.
         spare: Bytes of outputs that are written later than by all kernels: they host what is dead at the end.
-        in_place: Whether outputs are written over what they host until then. A GPU's compiler merges small kernels that
-            write outputs: what they read is live beside all of them.
     """
     sizes = {**at_start, **{b: n for k in kernels for b, n in zip(k.makes, k.n_bytes, strict=True)}}
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    outputs = [Output(sizes[b], born[b], _overwritten(kernels[born[b]], b) if in_place else frozenset())
-               for b in written if b in born]  # fmt: skip
-    outputs += [Output(size, len(kernels)) for size in spare]
+    outputs = [(sizes[b], born[b]) for b in written if b in born] + [(size, len(kernels)) for size in spare]
     sizes |= dict.fromkeys(free, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
-    over = {b for i, kernel in enumerate(kernels) for b in _handed_on(kernel) if last.get(b) == i} if in_place else ()
-    sizes |= dict.fromkeys(_hosted(sizes, spans, over, outputs), 0)
+    sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)
     dying: dict[int, list[Any]] = {}
     for buffer, i in last.items():
         dying.setdefault(i, []).append(buffer)
@@ -211,37 +206,15 @@ def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:
     return reused
 
 
-def _overwritten(kernel: Kernel, buffer: Any) -> frozenset[Any]:
-    """The operands that a kernel may write a buffer over."""
-    each: dict[Any, frozenset[Any]] = dict(zip(kernel.makes, kernel.each, strict=False))
-    return each.get(buffer, kernel.over)
-
-
-def _handed_on(kernel: Kernel) -> list[Any]:
-    """The operands that one of a kernel's results is written over; one of several results is copied for each."""
-    over = Counter(b for operands in kernel.each or (kernel.over,) for b in operands)
-    return [b for b, n in over.items() if n == 1]
-
-
-class Output(NamedTuple):
-    """The memory of an output, with the kernel that writes it and the operands that this may write it over."""
-
-    n_bytes: int
-    born: int
-    over: frozenset[Any] = frozenset()
-
-
-def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], over: Collection[Any],
-            outputs: Sequence[Output]) -> list[Any]:  # fmt: skip
-    """List the buffers, largest first, that outputs host before they are written; some are written over."""
-    outputs, found = sorted(outputs, key=lambda output: output[:2]), []
-    room, taken = [o.n_bytes for o in outputs], [0] * len(outputs)  # an output's bits are the times it is in use
+def _hosted(sizes: dict[Any, int], spans: dict[Any, tuple[int, int]], outputs: Sequence[tuple[int, int]]) -> list[Any]:
+    """List the buffers, largest first, that outputs host before they are written."""
+    outputs, found = sorted(outputs), []
+    room, taken = [size for size, _ in outputs], [0] * len(outputs)  # an output's bits are the times it is in use
     for b in sorted((b for b in spans if sizes[b]), key=lambda b: (-sizes[b], spans[b])):
         start, stop = spans[b]
-        span = ((1 if b in over else 2) << stop) - (1 << start)  # its memory is the next one's, or is free after
+        span = (2 << stop) - (1 << start)
         for p in range(bisect_left(room, sizes[b]), len(outputs)):
-            is_before = stop < outputs[p].born or (stop == outputs[p].born and b in outputs[p].over)
-            if is_before and not taken[p] & span:
+            if stop < outputs[p][1] and not taken[p] & span:
                 taken[p] |= span
                 found.append(b)
                 break

@@ -168,19 +168,6 @@ def test_peaks_by_hand():
     assert peak_bytes([first, second, out], {"x": 4}, {"w"}, {"w"}, {"w"}) == 8
 
 
-def test_an_output_is_written_over_what_dies_then():
-    """Sums that are scaled at the end lie in the outputs, and the zeros that they begin as lay there before."""
-    zeros = Kernel(0, ("z",), frozenset(), (8,))
-    loop = Kernel(1, ("s",), frozenset("z"), (8,), each=(frozenset("z"),))
-    copied = Kernel(1, ("s",), frozenset("z"), (8,))
-    scaled = Kernel(2, ("w",), frozenset("s"), (8,), over=frozenset("s"))
-    apart = Kernel(2, ("w",), frozenset("s"), (8,))
-    peaks = [peak_bytes(order, {}, {"w"}, {"w"}, {"w"}, in_place=True)
-             for order in ([zeros, loop, scaled], [zeros, copied, scaled], [zeros, loop, apart])]  # fmt: skip
-    assert peaks == [0, 8, 8]
-    assert peak_bytes([zeros, loop, scaled], {}, {"w"}, {"w"}, {"w"}) == 8
-
-
 def test_zeros_stand_from_the_start():
     """What a loss at each step is scattered into, one zero for each logit, waits for nothing: a CPU makes it first."""
     loss, init = zoo.BY_NAME["lstm"].build(layers=1, steps=4, batch=16, n_in=10, width=32, classes=64)

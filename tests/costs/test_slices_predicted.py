@@ -36,7 +36,10 @@ CASES = [
 @pytest.mark.parametrize(("fun", "x", "count"), CASES, ids=[f"{fun.__name__} in {n}" for fun, _, n in CASES])
 @pytest.mark.parametrize("is_planned", [False, True], ids=["kept", "least"])
 def test_slices_need_what_is_predicted(fun, x, count, is_planned):
-    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers."""
+    """Sums of gradients are in their outputs, a step's part of x in a buffer, recompute behind its barriers.
+
+    Their products with the cotangent are counted, which XLA leaves out where that is 1.
+    """
     program, cpu = trace(fun, (WEIGHTS, x), {}), get_target("cpu")
     (run,) = asked(program, {0: count})
     if is_planned:
