@@ -190,7 +190,7 @@ class Pricer:
     def _kind(self, start: int, stop: int) -> Kind:
         if (start, stop) not in self._kinds:
             kind = kind_of(self.sized.graph, self.sized.signatures, start, stop)
-            self._kinds[start, stop] = f"inner {kind}" if self.program.is_inner else kind
+            self._kinds[start, stop] = f"repeated {kind}" if self.program.is_repeated else kind
         return self._kinds[start, stop]
 
     def _run(self, start: int, stop: int, cuts: tuple[int, ...] = ()) -> Traced:
@@ -251,7 +251,7 @@ class Pricer:
             hoisted,
             passes.forward, passes.backward, tail_seconds,
             sizes,
-            () if self.program.is_inner else gradient_sizes(graph, start, stop),
+            () if self.program.is_repeated else gradient_sizes(graph, start, stop),
             joined_bytes(graph, start, stop),
             sum(parts for _, parts in sums),
             tuple(size for size, _ in sums),

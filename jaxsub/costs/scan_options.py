@@ -35,8 +35,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, body_plans, evenly
 from jaxsub.devices.targets import Target
-from jaxsub.emission.scan_unrolling import unrolled
-from jaxsub.emission.scans import body_program, with_loops
+from jaxsub.emission.scans import body_of, body_program, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.inner_programs import find_loops
@@ -103,8 +102,8 @@ class _Ends:
         inputs = iter(graph.nodes[node].inputs)
         for position, v in ((i, next(inputs)) for i, a in enumerate(eqn.invars) if compat.is_var(a)):
             where = "consts" if position < n_consts else "carry" if position < n_consts + n_carry else "xs"
-            is_result = graph.values[v].producer is None and not graph.is_joined(v, node + 1)
-            if graph.values[v].is_differentiated and not is_result:
+            is_sum = program.is_repeated or graph.values[v].producer is not None or graph.is_joined(v, node + 1)
+            if graph.values[v].is_differentiated and is_sum:
                 found[where] += graph.values[v].n_bytes
         return cls(sum(graph.values[v].n_bytes for v in read), found["xs"], found["consts"])
 
@@ -166,7 +165,7 @@ def _unrolled(program: Program, node: int, body_chain: BodyChain, *, is_cpu: boo
     (n_consts, n_carry), length = compat.scan_sizes(eqn), eqn.params["length"]
     if find_loops(body) or length * sum(map(_n_equations, body.eqns)) > TUNING.unrolled_equations:
         return
-    steps = unrolled(body, len(body.consts) + n_consts, n_carry, length, reverse=eqn.params["reverse"])
+    steps, _ = body_of(program, Loop(node, is_unrolled=True))
     early = _early_bytes(body, len(body.consts) + n_consts, n_carry, length) if is_cpu else 0
     for plan in body_plans(steps, body_chain, is_written_out=True, most=TUNING.unrolled_stages):
         loop = Loop(node, inside=plan.inside, is_unrolled=True)
@@ -212,8 +211,9 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         plain = plain if inner else traced.flops
         need = partial(analytic.backward_bytes, traced, gpu=gpu)
         steps += _steps(traced, inner, n_consts, n_carry, traced.flops - plain, need)
+    gradient_bytes = sum(sizes[i] for i in range(n_consts) if differentiated[i])
     if body_chain is not None:
-        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), steps,
+        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), gradient_bytes, steps,
                                 eqn.params["length"])  # fmt: skip
     return _Body(
         node=node,
@@ -223,7 +223,7 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
         slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
-        gradient_bytes=sum(sizes[i] for i in range(n_consts) if differentiated[i]),
+        gradient_bytes=gradient_bytes,
         flops=sum(n.flops for n in body.graph.nodes),
         once_flops=_once_flops(body, n_consts),
         steps=tuple(steps),
@@ -273,18 +273,18 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: i
         yield _Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
 
 
-def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, plain: Sequence[_Step],
+def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, gradient_bytes: int, plain: Sequence[_Step],
                    length: int) -> Iterator[_Step]:  # fmt: skip
     """Yield steps with a plan inside, in a region around the step and without one."""
     nothing_saved = {"inside": Inside(), "is_recomputed": True}
     flops = next(s.recompute_flops for s in plain if s.fields == nothing_saved)
-    for found in body_plans(body, body_chain, times=length):
+    for found in body_plans(replace(body, is_repeated=True), body_chain, times=length):
+        transient = found.transient_bytes - gradient_bytes  # constants' gradients, which are counted beside a step
         if found.is_region:
             fields = {"inside": found.inside, "is_recomputed": True}
-            yield _Step(fields, carry_bytes, found.transient_bytes, flops + found.recompute_flops)
+            yield _Step(fields, carry_bytes, transient, flops + found.recompute_flops)
         else:
-            yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, found.transient_bytes,
-                        found.recompute_flops)  # fmt: skip
+            yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, transient, found.recompute_flops)
 
 
 def _once_flops(body: Program, n_consts: int) -> float:

@@ -97,7 +97,7 @@ def program_of_slice(program: Program, slices: Slices) -> Program:
     tree = jax.tree.structure(tuple(results))
     part = program_of(eqns, invars, outvars, consts, positions, losses[0] if len(losses) == 1 else None, tree, names,
                       closed)  # fmt: skip
-    return program.part(part)
+    return replace(program.part(part), is_repeated=True)
 
 
 def with_slices(program: Program, slices: Sequence[Slices]) -> Program:

@@ -10,7 +10,6 @@ Source: Griewank and Walther, *Revolve* (2000): the best lengths between checkpo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax.core
@@ -46,4 +45,4 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
     positions = {len(consts) + i for i in body.differentiated}
     names = ["const"] * len(invars)
     found = program_of(eqns, invars, outvars, [*consts, *body.consts], positions, None, None, names, closed)
-    return replace(body.part(found), is_inner=False)  # its gradients are summed within it
+    return body.part(found)

@@ -40,19 +40,26 @@ Step = Callable[[Values, Values, Values], tuple[Values, Values]]
 """(constants, carry, slice of xs) -> (carry, slice of ys)."""
 
 
-def with_loops(program: Program, loops: Sequence[ControlFlow], name: str = "") -> Program:
+def with_loops(
+    program: Program, loops: Sequence[ControlFlow], name: str = "", *, holds_weights: bool = True
+) -> Program:
     """Rewrite some scans and conditionals of a program; everything else, its graph too, stays as it is.
 
     Args:
         program: The program.
         loops: How they run.
         name: The name by which the innermost region around the program saves; empty for no region that saves.
+        holds_weights: Whether gradient barriers hold weights in loops that are written out (`with_regions`).
     """
     if not loops:
         return program
     eqns, signatures = list(program.eqns), list(program.signatures)
     for loop in loops:
-        run = _Scan.of(program, loop, name) if isinstance(loop, Loop) else _switch(program, loop, name)
+        run: Callable[[Sequence[Any]], Sequence[Any]] = (
+            _Scan.of(program, loop, name, holds_weights=holds_weights)
+            if isinstance(loop, Loop)
+            else _switch(program, loop, name)
+        )
         eqns[loop.node] = _rewritten(program.eqns[loop.node], run)
         signatures[loop.node] = _signature(signatures[loop.node], loop)
     return replace(program, eqns=tuple(eqns), signatures=tuple(signatures))
@@ -138,7 +145,7 @@ def _region(run: Any, way: ControlFlow, *, prevent_cse: bool) -> Any:
 
 def _planned(body: Program, inside: Inside, name: str = "", *, holds_weights: bool = True) -> Callable[..., list[Any]]:
     """Make a function of a body or branch under a plan."""
-    body = with_loops(body, inside.ways, name)
+    body = with_loops(body, inside.ways, name, holds_weights=holds_weights)
     if inside.saved and name:
         function = _named(body, inside.saved, name)
         return compat.checkpoint(function) if inside.segments else function
@@ -169,7 +176,8 @@ def body_of(program: Program, loop: Loop) -> tuple[Program, int]:
     n_consts, n_carry = compat.scan_sizes(eqn)
     if loop.is_unrolled:
         params = eqn.params
-        body = unrolled(body, len(body.consts) + n_consts, n_carry, params["length"], reverse=params["reverse"])
+        steps = unrolled(body, len(body.consts) + n_consts, n_carry, params["length"], reverse=params["reverse"])
+        body = replace(steps, is_repeated=program.is_repeated)  # their gradients are summed among them
     return body, n_carry
 
 
@@ -198,11 +206,11 @@ class _Scan:
     kept_step: Step
 
     @classmethod
-    def of(cls, program: Program, loop: Loop, name: str) -> _Scan:
+    def of(cls, program: Program, loop: Loop, name: str, *, holds_weights: bool) -> _Scan:
         eqn, (body, n_carry) = program.eqns[loop.node], body_of(program, loop)
         n_consts = compat.scan_sizes(eqn)[0]
         is_split = bool(loop.blocks or loop.kept_steps)
-        holds_weights = loop.is_recomputed or loop.is_unrolled
+        holds_weights = loop.is_recomputed or (loop.is_unrolled and holds_weights)
         step = _step(body, n_carry, loop.inside, _name_inside(loop, name), holds_weights=holds_weights)
         step = _indexed(step, n_consts) if is_split else step
         if loop.is_recomputed:  # in a loop CSE finds nothing equal

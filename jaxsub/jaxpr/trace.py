@@ -56,7 +56,8 @@ class Program:
         platform: The platform to compile for, such as `cuda`; empty if not known yet.
         is_inside_sharded: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
         shares: What one device holds of its values, where the bytes of the graph are counted by that.
-        is_inner: Whether it is an inner program: a slice, the body of a loop or a branch.
+        is_repeated: Whether it runs several times, as a slice or a planned step of a loop: its gradients are added to
+            sums, and are no outputs.
     """
 
     eqns: tuple[Any, ...]
@@ -73,7 +74,7 @@ class Program:
     platform: str = ""
     is_inside_sharded: bool = False
     shares: Shares | None = None
-    is_inner: bool = False
+    is_repeated: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -105,7 +106,7 @@ class Program:
 
     def part(self, inner: Program, node: int | None = None, number: int = 0) -> Program:
         """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
-        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded, is_inner=True)
+        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
         return found if self.shares is None or node is None else found.sized(self.shares.bodies.get((node, number)))
 
     def sized(self, shares: Shares | None) -> Program:

@@ -71,7 +71,7 @@ def run_function(
         return tuple(env[v] for v in active), tuple(env[v] for v in rest)
 
     positions = tuple(i for i, v in enumerate(reads) if graph.values[v].is_differentiated)
-    joined = frozenset(i for i in positions if program.is_inner or graph.is_joined(reads[i], stop))
+    joined = frozenset(i for i in positions if program.is_repeated or graph.is_joined(reads[i], stop))
     slices_of = frozenset(i for i in positions if graph.is_slice_joined(reads[i], start, stop))
     looked_up = frozenset(i for i in positions if graph.is_look_up_joined(reads[i], start, stop))
     return RunFunction(call, reads, positions, active, joined, slices_of, looked_up)

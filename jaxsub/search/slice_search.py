@@ -23,7 +23,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
-from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, slowed_share
+from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least, slowed_share
 from jaxsub.search.slicing import Chunks, asked, find_runs
 
 
@@ -191,7 +191,7 @@ class _Search:
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
             if is_alike or not isinstance(found, Plan):
-                least = _needed_or_least(found) / (TUNING.prediction_error * self._excess() if runs else 1.0)
+                least = needed_or_least(found) / (TUNING.prediction_error * self._excess() if runs else 1.0)
                 if not self.plans and (least < self._least_measured() if runs else self._may_err()):
                     yield (True, False, 0.0, least), runs
                 continue
@@ -211,7 +211,7 @@ class _Search:
 
     def _refused_ratios(self) -> list[float]:
         """What was predicted of runs in slices that did not fit over what they were measured to need."""
-        return [_needed_or_least(self._plan_or_refusal(runs, self.budget)) / refused.least_bytes
+        return [needed_or_least(self._plan_or_refusal(runs, self.budget)) / refused.least_bytes
                 for refused, runs in self.refusals if runs and refused.least_bytes]  # fmt: skip
 
     def _is_refused_alike(self, runs: Runs) -> bool:
@@ -342,11 +342,6 @@ def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
     return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
-
-
-def _needed_or_least(found: Plan | InfeasibleBudgetError) -> int:
-    """What a plan needs, or the least that a refusal names."""
-    return needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
 
 
 def cost_of(plan: Plan) -> float:

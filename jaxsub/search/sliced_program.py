@@ -7,7 +7,6 @@ one equation each, and the rest is planned around them; of the whole function in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -51,46 +50,38 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
               known_share: float = math.inf) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
-    A slice of the whole is planned by prediction, for as much less than it needs as all need over the budget. What is
-    predicted to need more than predictions err by is not compiled, unless no slice can be planned for less.
+    A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. What is measured to
+    need more or much less than was predicted corrects what is looked for next.
     """
-    n_bytes, needed = budget.n_bytes, 0
+    n_bytes = budget.n_bytes
     if not runs:
         return whole(program, budget, is_trusted, known_share)
     if n_bytes is None or not is_whole_function(program, runs):
         known_share -= fixed_cost(runs)
         return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share))
+    best: Plan | None = None
     refusals: list[InfeasibleBudgetError] = []
-    tried: list[_Tried] = []
-    again = runs[0].extra_share  # of a gradient that is not made in the forward pass
+    goal = most = n_bytes
     for _ in range(TUNING.slice_corrections):
-        folded = with_slices(program, runs)
-        found = _plan_or_refusal(whole, folded, budget, True)
-        tried.append(_Tried(runs, needed, needed_bytes(found) if isinstance(found, Plan) else found.least_bytes))
-        if isinstance(found, Plan) and _has_room(tried, n_bytes):
-            runs = _roomier(program, tried, again, n_bytes, whole)
-            folded = with_slices(program, runs)
-            found = _plan_or_refusal(whole, folded, budget, True)
-        is_far = not isinstance(found, Plan) and found.least_bytes > TUNING.prediction_error * n_bytes
-        if not (is_trusted or is_far):
-            found = _plan_or_refusal(whole, folded, budget, False)
+        tried = _least_recompute(program, runs, goal, whole)
+        if best is not None and tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain:
+            break
+        found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, is_trusted)
+        needed = needed_or_least(found)
+        corrected = int(tried.total * n_bytes / needed)
         if isinstance(found, Plan):
-            return unfolded(program, runs, found)
-        if is_trusted or not is_far:
+            best = unfolded(program, tried.runs, found)
+            is_done = needed > n_bytes / TUNING.prediction_error
+            goal = min(corrected, most) if refusals else corrected
+        else:
             refusals.append(found)
-        one = program_of_slice(program, runs[0])
-        if not needed:
-            needed = needed_bytes(whole(one, Budget(NO_LIMIT), True))
-            tried = [replace(tried[0], needed=needed)]
-        inside = _plan_or_refusal(whole, one, Budget(max(1, needed - (found.least_bytes - n_bytes))), True)
-        if not isinstance(inside, Plan):  # its budget is that of a slice: report the whole program's
-            if inside.least_bytes >= needed:
-                break
-            inside = whole(one, Budget(inside.least_bytes), True)
-        runs, needed = _with_inside(runs, inside, again), needed_bytes(inside)
-    if not refusals:
-        return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted))
-    raise min(refusals, key=lambda refused: refused.least_bytes)
+            is_done = best is None and tried.total > goal  # none can be planned for less
+            goal = most = corrected
+        if is_trusted or is_done:
+            break
+    if best is None:
+        raise min(refusals, key=lambda refused: refused.least_bytes)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +92,48 @@ class _Tried:
     needed: int
     total: int
 
-
-def _has_room(tried: Sequence[_Tried], n_bytes: int) -> bool:
-    """Whether slices that recompute leave so much of the budget that they may recompute less."""
-    first, last = tried[0], tried[-1]
-    recomputes = last.runs[0].extra_share - first.runs[0].extra_share > TUNING.compile_gain
-    return recomputes and last.needed < first.needed and TUNING.prediction_error * last.total < n_bytes
+    @property
+    def extra_share(self) -> float:
+        """What they recompute, as a share of a forward pass."""
+        return self.runs[0].extra_share
 
 
-def _roomier(program: Program, tried: Sequence[_Tried], again: float, n_bytes: int, whole: Whole) -> Runs:
-    """The same slices with more room inside, by what they need with and without recomputation; if that fits."""
-    first, last = tried[0], tried[-1]
-    share = (n_bytes / TUNING.prediction_error - last.total) / max(1, first.total - last.total)
-    asked = last.needed + int(share * (first.needed - last.needed))
-    inside = _plan_or_refusal(whole, program_of_slice(program, last.runs[0]), Budget(asked), True)
-    if not isinstance(inside, Plan):
-        return last.runs
-    runs = _with_inside(last.runs, inside, again)
-    found = _plan_or_refusal(whole, with_slices(program, runs), Budget(n_bytes), True)
-    return runs if isinstance(found, Plan) and runs[0].extra_share < last.runs[0].extra_share else last.runs
+def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -> _Tried:
+    """The whole function in slices that recompute as little as is predicted to fit, or need least where none fits."""
+    again = runs[0].extra_share  # of a gradient that is not made in the forward pass
+
+    def tried(runs: Runs, needed: int) -> _Tried:
+        found = _plan_or_refusal(whole, with_slices(program, runs), Budget(n_bytes), True)
+        return _Tried(runs, needed, needed_or_least(found))
+
+    def planned(asked: int) -> _Tried:
+        inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
+        if not isinstance(inside, Plan):  # its budget is that of a slice
+            inside = whole(one, Budget(inside.least_bytes), True)
+        return tried(_with_inside(runs, inside, again), needed_bytes(inside))
+
+    most = tried(runs, 0)
+    if most.total <= n_bytes:
+        return most
+    one = program_of_slice(program, runs[0])
+    most = replace(most, needed=needed_bytes(whole(one, Budget(NO_LIMIT), True)))
+    least = planned(most.needed - (most.total - n_bytes))
+    if least.total > n_bytes:
+        most, least = least, planned(1)
+    low, is_same = least.needed, False
+    for _ in range(TUNING.slice_corrections):
+        is_near = least.total > n_bytes / TUNING.prediction_error
+        if is_near or least.extra_share - most.extra_share < TUNING.compile_gain:
+            break
+        share = 0.5 if is_same else (n_bytes - least.total) / max(1, most.total - least.total)
+        asked = low + int(share * (most.needed - low))
+        found = planned(asked)
+        is_same = found.runs == least.runs
+        if found.total > n_bytes:
+            most = found
+        else:
+            least, low = found, asked
+    return least
 
 
 def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:
@@ -142,6 +156,11 @@ def fixed_cost(runs: Runs) -> float:
 def slowed_share(runs: Runs) -> float:
     """How much longer a forward pass takes for the weights and kernels of further slices, as a share of it."""
     return sum(run.slowed_share for run in runs)
+
+
+def needed_or_least(found: Plan | InfeasibleBudgetError) -> int:
+    """What a plan needs, or the least that a refusal names."""
+    return needed_bytes(found) if isinstance(found, Plan) else found.least_bytes
 
 
 def needed_bytes(plan: Plan) -> int:

@@ -56,13 +56,13 @@ def test_slices_need_what_is_predicted(fun, x, count, is_planned):
     assert 0.87 * measured <= stage.keep_transient_bytes <= 1.13 * measured + sum(w.nbytes for w in WEIGHTS)
 
 
-def test_gradients_of_an_inner_program_are_priced_apart():
+def test_gradients_of_a_repeated_program_are_priced_apart():
     """Equal layers of a program and of a slice share no prices: what a slice adds to a sum is no output."""
     weights, x = [jnp.ones((64, 64))] * 4, jnp.ones((8, 64))
     program = trace(tanh_layers, (weights, x), {})
     cuts, target, prices = cut_choices(program)[0], get_target("cpu"), Prices()
-    inner = Pricer(replace(program, is_inner=True), target, prices=prices).chain(cuts)
+    repeated = Pricer(replace(program, is_repeated=True), target, prices=prices).chain(cuts)
     chain = Pricer(program, target, prices=prices).chain(cuts)
     assert chain == Pricer(program, target).chain(cuts)
-    assert [stage.gradient_sizes for stage in inner.stages] == [()] * len(cuts[1:])
-    assert max(s.transient_bytes for s in inner.stages) > max(s.transient_bytes for s in chain.stages)
+    assert [stage.gradient_sizes for stage in repeated.stages] == [()] * len(cuts[1:])
+    assert max(s.transient_bytes for s in repeated.stages) > max(s.transient_bytes for s in chain.stages)

@@ -20,7 +20,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.scan_options import loop_choices
 from jaxsub.devices.targets import get_target
-from jaxsub.emission.scans import body_program
+from jaxsub.emission.scans import body_of, body_program
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.inner_programs import find_loops
 from jaxsub.partition.traced_run import trace_run
@@ -349,6 +349,33 @@ def test_a_barrier_in_a_step_copies_no_weights():
     assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(ws, x))
     plain = jaxsub.measure(two_products, ws, x).temp_bytes
     assert jaxsub.measure(loss, ws, x).temp_bytes < plain + ws[0].nbytes / 2
+
+
+def repeated_layers(ws, x):
+    """Four steps that each run eight layers, whose weights are constants of the step."""
+    return jnp.mean(lax.scan(lambda x, _: (two_products_of(ws, x), None), x, length=4)[0] ** 2)
+
+
+def two_products_of(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]), None), x, ws)[0]
+
+
+def layers_in_two(ws, x):
+    """The layers inside a step written out, as two regions with a barrier between them."""
+    body = body_program(trace(repeated_layers, (ws, x), {}), 0)
+    (node,) = find_loops(body)
+    n = len(body_of(body, Loop(node, is_unrolled=True))[0].eqns)
+    return Loop(node, inside=Inside((Segment(0, n // 2), Segment(n // 2, n)), (n // 2,)), is_unrolled=True)
+
+
+def test_a_barrier_in_what_a_step_writes_out_copies_no_weights():
+    """Neither does one in a loop that is written out in such a step."""
+    ws, x = (jnp.ones((8, 64, 64)), jnp.ones((8, 64, 64))), jnp.ones((8, 64))
+    loss = looped(repeated_layers, Loop(0, inside=Inside(ways=(layers_in_two(ws, x),))), ws, x)
+    assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(ws, x))
+    plain = jaxsub.measure(repeated_layers, ws, x).temp_bytes
+    assert jaxsub.measure(loss, ws, x).temp_bytes < plain + ws[0].nbytes / 2
+    assert_same(repeated_layers, loss, ws, x)
 
 
 def long_steps(ws, x):

@@ -134,8 +134,6 @@ def test_argnums():
 
 FINGERPRINT = """
 import jax, jax.numpy as jnp
-from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.trace import trace
 policy = jax.checkpoint_policies.save_only_these_names("first", "second", "third", "fourth")
 layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=policy)
