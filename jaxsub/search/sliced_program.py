@@ -68,7 +68,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
             break
         found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, is_trusted)
         needed = needed_or_least(found)
-        corrected = int(tried.total * n_bytes / needed)
+        corrected = int(tried.total * n_bytes / max(1, needed))
         if isinstance(found, Plan):
             best = unfolded(program, tried.runs, found)
             is_done = needed > n_bytes / TUNING.prediction_error
