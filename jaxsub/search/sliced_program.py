@@ -61,24 +61,22 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share))
     best: Plan | None = None
     refusals: list[InfeasibleBudgetError] = []
-    goal = most = n_bytes
-    for _ in range(TUNING.slice_corrections):
+    goals = [n_bytes]
+    while goals and len(refusals) < TUNING.slice_corrections:
+        goal = goals.pop()
         tried = _least_recompute(program, runs, goal, whole)
         if best is not None and tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain:
-            break
+            continue
         found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, is_trusted)
-        needed = needed_or_least(found)
-        corrected = int(tried.total * n_bytes / max(1, needed))
+        needed = max(1, needed_or_least(found))
+        corrected = int(tried.total * n_bytes / needed)
         if isinstance(found, Plan):
             best = unfolded(program, tried.runs, found)
-            is_done = needed > n_bytes / TUNING.prediction_error
-            goal = min(corrected, most) if refusals else corrected
+            has_room = not (is_trusted or refusals) and needed < n_bytes / TUNING.prediction_error
+            goals = [corrected, math.isqrt(tried.total * corrected)] if has_room else []  # the nearer one first
         else:
             refusals.append(found)
-            is_done = best is None and tried.total > goal  # none can be planned for less
-            goal = most = corrected
-        if is_trusted or is_done:
-            break
+            goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
     return best
