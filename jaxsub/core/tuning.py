@@ -75,7 +75,7 @@ class Tuning:
         block_flops: What repeats is taken for the program's blocks where it holds this share of the FLOPs.
         little_recompute: A plan that recomputes no more of a forward pass is taken without looking at slices.
         slice_sets: Sets of runs in slices that are planned with the compiler, before the best is taken or all refused.
-        slice_corrections: Plans of one slice between the most and the least, and refused plans of all, at most.
+        slice_corrections: Most plans of one slice between the largest and the least, and most refused ones compiled.
         wide_values: How many of the widest values are looked at.
         wide_share: A run is worth slicing where more is live than this share of the budget,
         peak_share: or this share of the program's own peak; what carries the axis is sliced down to `wide_share`.

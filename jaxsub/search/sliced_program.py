@@ -50,8 +50,8 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
               known_share: float = math.inf) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
-    A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. What is measured to
-    need more or much less than was predicted corrects what is looked for next.
+    A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. If the compiled plan
+    needs more than the budget, or leaves much room, the next one aims for as much less or more.
     """
     n_bytes = budget.n_bytes
     if not runs:
@@ -73,7 +73,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         if isinstance(found, Plan):
             best = unfolded(program, tried.runs, found)
             has_room = not (is_trusted or refusals) and needed < n_bytes / TUNING.prediction_error
-            goals = [corrected, math.isqrt(tried.total * corrected)] if has_room else []  # the nearer one first
+            goals = [corrected, math.isqrt(tried.total * corrected)] if has_room else []  # halfway first
         else:
             refusals.append(found)
             goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less

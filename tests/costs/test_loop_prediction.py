@@ -1,5 +1,7 @@
 """What loops with choices need, beside what the compiler allocates."""
 
+from functools import cache
+
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -72,6 +74,7 @@ KINDS = {
 }
 
 
+@cache
 def needing_least(name):
     """The chain of a program, and of each kind of its loop's options that needs least, with its stage."""
     loss, args = PROGRAMS[name]

@@ -373,8 +373,9 @@ def test_a_barrier_in_what_a_step_writes_out_copies_no_weights():
     ws, x = (jnp.ones((8, 64, 64)), jnp.ones((8, 64, 64))), jnp.ones((8, 64))
     loss = looped(repeated_layers, Loop(0, inside=Inside(ways=(layers_in_two(ws, x),))), ws, x)
     assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(ws, x))
-    plain = jaxsub.measure(repeated_layers, ws, x).temp_bytes
-    assert jaxsub.measure(loss, ws, x).temp_bytes < plain + ws[0].nbytes / 2
+    plain, needed = (jaxsub.measure(f, ws, x).temp_bytes for f in (repeated_layers, loss))
+    print(f"{needed / plain:.2f} of what the plain loop needs")
+    assert needed < plain + ws[0].nbytes / 2
     assert_same(repeated_layers, loss, ws, x)
 
 
