@@ -56,6 +56,8 @@ class Plan(Shown, Stored):
         loops: How loops and conditionals run that do not run plainly, in order of their nodes.
         note: A remark on the function, such as that its result is no loss; mostly empty.
         slices: Runs of the traced program executed in slices: each is one node for all other fields.
+        opened_regions: How many `jax.checkpoint` regions of the function's own the plan was made without: for all other
+            fields what is inside them are nodes like any other. 0 where they stay, or there are none.
         policy_names: Names of the values that its regions save; `None` for a plan made by hand.
         steps: Its loops and slices opened: what each step saves and recomputes, and what is live inside one.
         timeline: Live values step by step; `None` for a plan made by hand.
@@ -80,6 +82,7 @@ class Plan(Shown, Stored):
     holdings: tuple[Holding, ...] = ()
     loops: tuple[ControlFlow, ...] = ()
     slices: tuple[Slices, ...] = ()
+    opened_regions: int = 0
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     steps: tuple[Steps, ...] = field(default=(), repr=False)

@@ -15,9 +15,11 @@ import jax.core
 from jaxsub.core.decisions import UNSPLIT, Inside, Slices
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
+from jaxsub.emission.bodies import bodies_of_node, program_within, with_bodies
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
+from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.emission.regions import with_regions
-from jaxsub.emission.scans import body_program, branch_programs, with_loops
+from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import Axis, NotIndependent
@@ -125,29 +127,6 @@ def _with_slices(program: Program, slices: tuple[Slices, ...]) -> Program:
     return program.with_eqns(eqns)
 
 
-def bodies_of_node(program: Program, node: int) -> tuple[Program, ...]:
-    """Make programs of the body of a loop, or the branches of a conditional."""
-    is_loop = program.eqns[node].primitive.name == "scan"
-    return (body_program(program, node),) if is_loop else branch_programs(program, node)
-
-
-def with_bodies(program: Program, node: int, change: Callable[[Program, tuple[int, int]], Any]) -> Any:
-    """Make a loop or conditional whose bodies are changed: each, with the node and its number, to a jaxpr."""
-    eqn, closed = program.eqns[node], []
-    for number, body in enumerate(bodies_of_node(program, node)):
-        call = partial(jax.core.eval_jaxpr, change(body, (node, number)), (), *body.consts)
-        closed.append(jax.make_jaxpr(call)(*[compat.shape_of(v.aval) for v in body.invars[len(body.consts) :]]))
-    bodies = {"jaxpr": closed[0]} if eqn.primitive.name == "scan" else {"branches": tuple(closed)}
-    return eqn.replace(params={**eqn.params, **bodies})
-
-
-def program_within(program: Program, within: Sequence[tuple[int, int]]) -> Program:
-    """Find the body that contains a run in slices."""
-    for node, number in within:
-        program = bodies_of_node(program, node)[number]
-    return program
-
-
 def _with_bodies_in_slices(program: Program, node: int, runs: Sequence[Slices]) -> Any:
     """Make a loop or conditional run parts of its bodies in slices."""
 
@@ -172,9 +151,12 @@ def _planned_slice(program: Program, slices: Slices) -> Callable[..., Any] | Non
 def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
     """Replace a plan's runs in slices by one equation each; return that program and the rest of the plan.
 
+    The function's own regions are opened where the plan was made without them.
+
     Raises:
         PlanMismatchError: If the plan has the program's fingerprint, but its slices do not fit it.
     """
+    program, plan = without_own_regions(program, plan)
     if not plan.slices or plan.fingerprint != program.fingerprint:
         return program, plan
     if faults := list(_faults(program, plan.slices)):

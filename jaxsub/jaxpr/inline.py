@@ -78,6 +78,25 @@ def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], 
     return eqns, inputs[len(consts) :], outvars
 
 
+def inline_regions(
+    eqns: Sequence[Any], outvars: Sequence[Any], is_opened: Callable[[Any], bool]
+) -> tuple[list[Any], list[Any]]:
+    """Inline regions among flat equations, and the calls in them; return equations and outputs."""
+
+    def body_of(eqn: Any) -> Any:
+        return compat.unwrapped(eqn)[1]["jaxpr"] if is_opened(eqn) else compat.inlined_body(eqn)
+
+    made: list[Any] = []
+    consts: list[tuple[Any, Any]] = []
+    env: dict[Any, Any] = {}
+    for eqn in eqns:
+        _inline(eqn, env, made, consts, None, body_of)
+    literals = {v: Literal(value, v.aval) for v, value in consts}
+    made = [eqn.replace(invars=[renamed(literals, a) for a in eqn.invars]) for eqn in made] if literals else made
+    outvars = [renamed(literals, renamed(env, a)) for a in outvars]
+    return compat.sliced_where_used(made, outvars), outvars
+
+
 def renamed(names: Mapping[Any, Any], atom: Any) -> Any:
     """What an atom is called now; a variable without another name, or a constant, is itself."""
     return names.get(atom, atom) if compat.is_var(atom) else atom
@@ -104,7 +123,7 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
         return
     if caller is not None:
         eqn = eqn.replace(source_info=compat.within(eqn, caller))
-    if eqn.primitive.name in compat.REGIONS and eqn.params.get("prevent_cse", True) and invars:
+    if _is_fenced(eqn) and invars:
         fenced = [compat.new_var(a.aval) for a in invars]  # as JAX lowers it
         eqns.append(barrier_eqn().replace(invars=invars, outvars=fenced))
         invars = fenced
@@ -116,6 +135,12 @@ def _inline(eqn: Any, env: dict[Any, Any], eqns: list[Any], hoisted: list[tuple[
     for inner_eqn in jaxpr.eqns:
         _inline(inner_eqn, inner, eqns, hoisted, eqn, body_of)
     env.update((v, renamed(inner, a)) for v, a in zip(eqn.outvars, jaxpr.outvars, strict=True))
+
+
+def _is_fenced(eqn: Any) -> bool:
+    """Whether an equation is a region in a backward pass whose inputs JAX puts behind a barrier."""
+    params = eqn.params
+    return eqn.primitive.name in compat.REGIONS and params.get("prevent_cse", True) and params.get("differentiated")
 
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint)\(((?:[^()]|\([^()]*\))*)\)")

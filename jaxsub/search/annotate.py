@@ -21,9 +21,11 @@ from jaxsub.core.steps import Holding, Steps
 from jaxsub.core.timeline import Piece, StageTimeline, Step
 from jaxsub.costs.fusion import Lives
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import in_slices, program_of_slice, program_within
+from jaxsub.emission.bodies import program_within
+from jaxsub.emission.folding import in_slices, program_of_slice
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import step_of, with_loops
+from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.identity import of_jax
@@ -50,6 +52,7 @@ def opened(program: Program, plan: Plan, target: Target, store: Store | None) ->
     """The plan with its loops and slices opened; a store keeps that between processes, with the program's lines and
     scopes.
     """
+    program, followed = without_own_regions(program, plan)
     if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
         return plan
     lines = [(node.source, node.scope) for node in _everywhere(program.graph)]
@@ -57,7 +60,7 @@ def opened(program: Program, plan: Plan, target: Target, store: Store | None) ->
     key = key_of("opened", code_digest(), of_jax(), *map(repr, what))
     found: _Opened | None = store.get(key, _Opened) if store is not None else None
     if found is None or any(steps.faults() for steps in found.steps):
-        folded, bare = in_slices(program, plan)
+        folded, bare = in_slices(program, followed)
         slices = (_opened_slices(program, run, target) for run in plan.slices)
         found = _Opened((*slices, *_loops(folded, bare.loops, target)))
         if store is not None:

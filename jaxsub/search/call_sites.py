@@ -20,7 +20,8 @@ from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program, as_wide_as
-from jaxsub.search.pipeline import Settings, can_plan, make_plan, untouched
+from jaxsub.search.pipeline import Settings, can_plan, make_plan
+from jaxsub.search.verify import untouched
 
 _TRIAL: Any = jax.make_user_context(None)
 

@@ -41,6 +41,7 @@ from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
+from jaxsub.search.own_regions import with_or_without_own
 from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried_shares, shares_of
@@ -111,7 +112,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     if settings.mirror is not None and not isinstance(settings.mirror, Mapping):
         return _mirrored(program, settings, settings.mirror)
     if not any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs):
-        return verifying.finish(program, untouched(program), settings.budget)
+        return verifying.finish(program, verifying.untouched(program), settings.budget)
     settings = replace(settings, verify=_may_verify(program, settings))
     try:
         return _kept(program, settings)
@@ -119,7 +120,7 @@ def make_plan(program: Program, settings: Settings) -> Plan:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
         if not verifying.has_gradient(program):
-            return verifying.finish(program, untouched(program), settings.budget)
+            return verifying.finish(program, verifying.untouched(program), settings.budget)
         if not isinstance(error, NotImplementedError) or settings.verify is False:
             raise
         told = f"This function cannot be compiled ({error}), so its plan cannot be measured."
@@ -156,15 +157,15 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     """Plan a program and say what was decided."""
     began = time.monotonic()
     with Progress(settings.progress) as step:
-        planning = Planning(settings, target, store, step)
-        budget = planning.in_bytes(program, settings.budget)
-        fits_as_it_is = settings.budget.fraction == 1 and settings.chunks == "auto"
-        if fits_as_it_is or not may_be_sliced(program, settings):
-            plan = planning.whole(program, budget, False)
-        else:
-            plan = sliced_or_whole(program, target, budget, settings.chunks, planning.whole)
-        if plan.slices and plan.plain_measurement is None:
-            plan = planning.beside_plain(program, plan)
+        first = Planning(settings, target, store, step)
+        budget = first.in_bytes(program, settings.budget)
+
+        def planned(p: Program) -> Plan:
+            other = Planning(replace(settings, budget=budget), target, store, step)
+            return (first if p is program else other).best(p, budget)
+
+        may_open = settings.budget != Budget() and settings.mirror is None
+        plan = with_or_without_own(program, planned, may_open)
         plan = plan.replace(budget=settings.budget)
     if settings.progress:
         tell(plan, time.monotonic() - began)
@@ -222,6 +223,17 @@ class Planning:
         else:
             found = verifier.measure(verifier.empty()).temp_bytes
         return Budget(max(1, int(found * budget.fraction)))
+
+    def best(self, program: Program, budget: Budget) -> Plan:
+        """Plan a program for a budget, runs of it in slices where they may be."""
+        settings = self.settings
+        fits_as_it_is = settings.budget.fraction == 1 and settings.chunks == "auto"
+        if fits_as_it_is or not may_be_sliced(program, settings):
+            return self.whole(program, budget, False)
+        plan = sliced_or_whole(program, self.target, budget, settings.chunks, self.whole)
+        if plan.slices and plan.plain_measurement is None:
+            plan = self.beside_plain(program, plan)
+        return plan
 
     def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone.
@@ -287,11 +299,6 @@ def can_plan(program: Program) -> bool:
     """Whether a plan could do anything for a program: its gradient can be taken."""
     active = any(program.graph.values[v].is_differentiated for node in program.graph.nodes for v in node.outputs)
     return active and (compat.names_axes(program.traced) or verifying.has_gradient(program))
-
-
-def untouched(program: Program) -> Plan:
-    """The plan of leaving a program as it is."""
-    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
 
 
 def _may_verify(program: Program, settings: Settings) -> bool | None:

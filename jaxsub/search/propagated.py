@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import sdy
 
 from jaxsub.devices.compile import lower_for
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import bodies_of_node, with_bodies
+from jaxsub.emission.bodies import bodies_of_node, with_bodies
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, data_share
 from jaxsub.jaxpr.trace import Program, remembered

@@ -20,7 +20,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, walk
 from jaxsub.jaxpr.trace import Program, with_own_settings
-from jaxsub.search.verify import gradient
+from jaxsub.search.verify import gradient, untouched
 
 MOST_NAMED = 3
 """How many equations are named; of the others it is said how many there are."""
@@ -33,8 +33,7 @@ def warn_of_repeated(program: Program, plan: Plan) -> None:
         return
     if compat.names_axes(program.traced):
         return  # its gradient means nothing outside of them
-    plain = Plan(program.fingerprint, plan.budget, plan.n_nodes)
-    before, after = _times(program, plain), _times(program, plan)
+    before, after = _times(program, untouched(program)), _times(program, plan)
     rows = [f"`{name}` at {where or 'an unknown line'}: {after[name, where]} times with each gradient, {n} without plan"
             for (name, where), n in before.items() if after[name, where] > n]  # fmt: skip
     if rows:

@@ -16,7 +16,8 @@ from jaxsub.core.decisions import Slices
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.slice_time import TILE_ROWS
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import program_within, run_of, still_of
+from jaxsub.emission.bodies import program_within
+from jaxsub.emission.folding import run_of, still_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import NotIndependent

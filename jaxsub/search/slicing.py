@@ -26,7 +26,8 @@ from jaxsub.costs.fusible import LOOPS
 from jaxsub.costs.roofline import count_kernels
 from jaxsub.costs.slice_time import TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
-from jaxsub.emission.folding import bodies_of_node, run_of, still_of
+from jaxsub.emission.bodies import bodies_of_node
+from jaxsub.emission.folding import run_of, still_of
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import NotIndependent, Step
 from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise

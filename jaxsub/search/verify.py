@@ -27,6 +27,8 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
+from jaxsub.emission.folding import in_slices
+from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.constants import constants_key, known_constants
 from jaxsub.jaxpr.differences import equation_digests
@@ -84,10 +86,14 @@ def measured(program: Program, flat: Callable[..., Sequence[Any]], target: Targe
     return measure_compiled(*gradient(program, flat), target)
 
 
+def untouched(program: Program) -> Plan:
+    """The plan of leaving a program as it is."""
+    return Plan(program.fingerprint, Budget(), len(program.eqns), planner="plain")
+
+
 def has_gradient(program: Program) -> bool:
     """Whether JAX can trace the gradient of a program."""
-    empty = Plan(program.fingerprint, Budget(), len(program.eqns))
-    function, shapes = gradient(program, emit(program, empty))
+    function, shapes = gradient(program, emit(program, untouched(program)))
     try:
         jax.eval_shape(function, *shapes)
     except (ValueError, TypeError, NotImplementedError):
@@ -120,7 +126,7 @@ class Verifier:
 
     def empty(self) -> Plan:
         """The plan of doing nothing."""
-        return Plan(self.program.fingerprint, Budget(), len(self.program.eqns), planner="plain")
+        return untouched(self.program)
 
     def plain(self) -> Plan:
         """The plan of doing nothing, measured."""
@@ -185,7 +191,7 @@ KEPT_WHOLE = {
         "measure the step."
     ),
     **dict.fromkeys(
-        compat.REGIONS, "is the function's own jax.checkpoint and stays as it is: without it a plan may cut inside."
+        compat.REGIONS, "is the function's own jax.checkpoint, and stays as it is where no plan without it is better."
     ),
 }
 """Equations that are never cut, and what a refusal says of them."""
@@ -213,20 +219,25 @@ def _whole(nodes: Sequence[Node]) -> str:
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     """Put the budget and the saved values, in words, into a plan."""
-    named = {name: name_pieces(found, program.graph) for name in ("timeline", "plain_timeline")
+    base, followed = without_own_regions(program, plan)
+    folded, bare = in_slices(base, followed)
+    named = {name: name_pieces(found, folded.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
-    told = {"holdings": holdings(program, plan), "equations": equation_digests(program), "note": note(program),
-            "policy_names": policy_names(program, plan)}  # fmt: skip
+    told = {"holdings": holdings(folded, bare), "equations": equation_digests(base), "note": note(program, plan),
+            "policy_names": policy_names(folded, bare)}  # fmt: skip
     return plan.replace(budget=budget, **told, **named)
 
 
-def note(program: Program) -> str:
-    """What a reader of any plan of a program should know: that it has nothing to differentiate, or no loss."""
+def note(program: Program, plan: Plan) -> str:
+    """What a reader of a plan should know: that there is nothing to differentiate, no loss, or what it left out."""
     if not program.differentiated:
         return "There is nothing to differentiate: the function is left as it is."
+    notes = []
     if program.loss is None:
-        return "The result is no scalar loss: the gradient planned for is that of all its floating-point results."
-    return ""
+        notes += ["The result is no scalar loss: the gradient planned for is that of all its floating-point results."]
+    if plan.opened_regions:
+        notes += [f"Regions of the function's own (jax.checkpoint) that were planned anew: {plan.opened_regions}."]
+    return " ".join(notes)
 
 
 def holdings(program: Program, plan: Plan) -> tuple[Holding, ...]:

@@ -101,7 +101,7 @@ def test_an_axis_in_a_body_is_named_by_where_it_comes_from():
     """Axes inside of a loop's body are named by the operands of the loop, stacked ones by their own dimension."""
     program = trace(decoder, (DECODER,), {})
     node = next(n.index for n in program.graph.nodes if n.primitive == "scan")
-    body = jaxsub.emission.folding.bodies_of_node(program, node)[0]
+    body = jaxsub.emission.bodies.bodies_of_node(program, node)[0]
     product = next(n.outputs[0] for n in body.graph.nodes if n.primitive == "dot_general")
     assert axis_words(program, ((node, 0),), product, 0) == "axis 0 of `arg0['tokens']`"
     assert axis_words(program, ((node, 0),), product, 2) == "axis 2 of `arg0['layers']`"
