@@ -238,6 +238,7 @@ class Pricer:
         if self._is_cpu and self.sized.eqns[start].primitive.name == "scan":
             hoisted = max(hoisted, keep)  # what a loop keeps it stacks in zeros
         ahead = hoisted if what == TOGETHER else 0
+        stacked = self._bytes("stacked", start, stop, ()) if what and self._is_cpu else 0
         sums = summed_sizes(graph, cuts, start, stop)
         sizes = self._kept_sizes(start, stop, 0 if is_last else keep - dead_bytes)
         made = graph.made_by(start, stop)
@@ -245,7 +246,7 @@ class Pricer:
         return Stage(
             start, stop, hash(self._kind(start, stop)), sum(n.flops for n in nodes), tail,
             self._bytes("forward", start, stop, ()), transient - dead_bytes * is_last,
-            ahead + max(0, keep - dead_bytes),
+            ahead + stacked + max(0, keep - dead_bytes),
             (transient if is_last else max(keep, self._bytes("unwrapped", start, stop, ()))) - dead_bytes,
             sum(graph.values[v].n_bytes for v in made), made.start,
             hoisted,

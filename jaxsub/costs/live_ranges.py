@@ -81,13 +81,26 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
     """
     if gpu is not None and not is_shared:
         return 0
+    return sum(_hoisted(traced)) if gpu is None else _hoisted(traced)[0]
+
+
+def stacked_bytes(traced: TracedRun) -> int:
+    """Predict the bytes of the zeros in which loops of a backward pass stack what is no output: a CPU's are hoisted."""
+    return _hoisted(traced)[1]
+
+
+def _hoisted(traced: TracedRun) -> tuple[int, int]:
+    """The bytes of what kernels make without operands, and of what loops of the backward pass stack."""
     eqns, _ = recomputed(traced, frozenset())
     given = (*traced.inputs, *traced.cotangents)
     lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True,
                   sizes=traced.sizes)  # fmt: skip
     straight = _written(traced, lives)[1]
-    return sum(n for k in lives.kernels if not k.reads
-               for b, n in zip(k.makes, k.n_bytes, strict=True) if b not in straight)  # fmt: skip
+    stacked = {lives.base(v) for eqn in traced.backward if eqn.primitive.name == "scan"
+               for v in eqn.outvars[compat.scan_sizes(eqn)[1] :]}  # fmt: skip
+    made = [(not k.reads, b in stacked, n) for k in lives.kernels for b, n in zip(k.makes, k.n_bytes, strict=True)
+            if b not in straight]  # fmt: skip
+    return sum(n for is_free, _, n in made if is_free), sum(n for is_free, is_in, n in made if is_in and not is_free)
 
 
 def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None,
@@ -96,7 +109,8 @@ def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool
 
     Args:
         what: `forward`, `backward`, `last` (both passes, the second at once), `unwrapped` (both, the second later),
-            `keep` and `held` (live between them, without and with some inputs), `hoisted`, `hoisted_together`.
+            `keep` and `held` (live between them, without and with some inputs), `hoisted`, `hoisted_together`,
+            `stacked`.
         traced: The run.
         saved: Offsets of the values that a region saves; for `last` and `held` positions of inputs to count.
         at_once: Whether the run's backward pass starts at once.
@@ -109,6 +123,8 @@ def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool
         return backward_bytes(traced, saved, gpu=gpu, spare=spare)
     if what.startswith("hoisted"):
         return hoisted_bytes(traced, gpu=gpu, is_shared=what == TOGETHER)
+    if what == "stacked":
+        return stacked_bytes(traced)
     if what in ("keep", "held"):
         return kept_bytes(traced, saved, gpu=gpu)
     return unwrapped_bytes(traced, saved, at_once=at_once, gpu=gpu, spare=spare)

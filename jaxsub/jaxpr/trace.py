@@ -100,9 +100,8 @@ class Program:
     def with_eqns(self, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Program:
         """Replace the equations by others that make the same outputs, or these."""
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
-        results = list(self.outvars if outvars is None else outvars)
-        made = program_of(list(eqns), list(self.invars), results, list(self.consts), set(self.differentiated),
-                          self.loss, self.out_tree, names, self.traced)  # fmt: skip
+        made = program_of(list(eqns), list(self.invars), list(outvars or self.outvars), list(self.consts),
+                          set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
         return replace(made, shardings=self.shardings, platform=self.platform, is_inside_sharded=self.is_inside_sharded)
 
     def part(self, inner: Program, node: int | None = None, number: int = 0) -> Program:

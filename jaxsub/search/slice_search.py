@@ -206,8 +206,8 @@ class _Search:
         return min(filter(None, measured), default=math.inf)
 
     def _excess(self) -> float:
-        """By what factor predictions for runs in slices that did not fit were too large, if they were."""
-        return max((1.0, *self._refused_ratios()))
+        """By what factor predictions for runs in slices that did not fit were too large; below 1 if too small."""
+        return max(self._refused_ratios(), default=1.0)
 
     def _refused_ratios(self) -> list[float]:
         """What was predicted of runs in slices that did not fit over what they were measured to need."""
@@ -247,14 +247,14 @@ class _Search:
     def _corrected(self) -> Budget:
         """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it.
 
-        Where something was found and no set of runs in slices fits, it is smaller: what was refused needs more than was
-        predicted of it, and so may others. Predictions of plans by hand err otherwise.
+        Where no set of runs in slices fits, it is smaller: what was refused needs more than was predicted of it, and so
+        may others. Predictions of plans by hand err otherwise.
         """
         if self.budget == Budget():
             return self.budget
         pairs = [(p.prediction.temp_bytes, p.measurement.temp_bytes) for p in self.plans
                  if p.slices and p.prediction and p.measurement and not p.planner.startswith(BY_HAND)]  # fmt: skip
-        if self.plans and not pairs:
+        if not pairs:
             return Budget(int(self.n_bytes * min((1.0, *self._refused_ratios()))))
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
 

@@ -243,7 +243,8 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
             axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
-            axes = [axis for axis in axes if 2 * axis.carried_bytes > value.n_bytes]
+            made_there = sum(map(made_bytes, program.eqns[run[0] : run[1]]))
+            axes = [axis for axis in axes if 2 * axis.carried_bytes > max(value.n_bytes, made_there)]
             if axes:
                 found.append(
                     max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))
@@ -267,19 +268,34 @@ def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Itera
 def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes: int, cut: int) -> tuple[int, ...]:
     """Where a run may end in one direction, the farthest first.
 
-    It goes on until little is alive beside the value, and from there as far as nothing costly follows, so that casts
-    of weights and what maps elements run in the slices too. It never takes in a loop. Where nowhere little is alive it
-    ends at a cut.
+    It goes on until little is alive beside the value, or to the bottom of a valley, and from there as far as nothing
+    costly follows, so that casts of weights and what maps elements run in the slices too. It never takes in a loop.
+    Where nowhere little is alive it ends at a cut.
     """
-    nodes = program.graph.nodes
+    nodes, little = program.graph.nodes, _little(live, positions, n_bytes)
     nearest, farthest, lowest = None, positions[0], live[positions[0]]
     for here, there in pairwise((positions[0], *positions)):
         node, is_low = nodes[min(here, there, len(nodes) - 1)], nearest is not None
         if there != here and (node.primitive in LOOPS or (is_low and node.is_costly)):
             break
-        if TUNING.run_reach * live[there] <= n_bytes and (not is_low or live[there] <= lowest):
+        if live[there] <= little and (not is_low or live[there] <= lowest):
             nearest, farthest, lowest = there if nearest is None else nearest, there, live[there]
     return tuple(dict.fromkeys((cut, positions[0]) if nearest is None else (farthest, nearest, positions[0])))
+
+
+def _little(live: np.ndarray, positions: Sequence[int], n_bytes: int) -> float:
+    """How many bytes count as little: a small part of the value's, or what is alive at the bottom of a valley.
+
+    Both sides of a valley are as high as the value is beside what is little.
+    """
+    lowest = live[positions[0]]
+    for here in positions:
+        if TUNING.run_reach * live[here] <= n_bytes:
+            return n_bytes / TUNING.run_reach
+        if live[here] >= TUNING.run_reach * lowest:
+            return float(lowest)
+        lowest = min(lowest, live[here])
+    return -1.0
 
 
 def batch_run(program: Program) -> Found | NotIndependent | None:

@@ -190,9 +190,7 @@ KEPT_WHOLE = {
         "is one equation to a plan: put sublinear round the function that it maps, and let jaxsub.jit(memory=...) "
         "measure the step."
     ),
-    **dict.fromkeys(
-        compat.REGIONS, "is the function's own jax.checkpoint, and stays as it is where no plan without it is better."
-    ),
+    **dict.fromkeys(compat.REGIONS, "is a jax.checkpoint region that stays as it is."),
 }
 """Equations that are never cut, and what a refusal says of them."""
 
