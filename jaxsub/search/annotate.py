@@ -23,9 +23,9 @@ from jaxsub.costs.fusion import Lives
 from jaxsub.devices.targets import Target
 from jaxsub.emission.bodies import program_within
 from jaxsub.emission.folding import in_slices, program_of_slice
+from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import step_of, with_loops
-from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.identity import of_jax

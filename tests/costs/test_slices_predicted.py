@@ -14,7 +14,7 @@ from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.trace import trace
 from jaxsub.planners import get
-from jaxsub.search.slicing import asked
+from jaxsub.search.slicing import asked, find_runs
 from jaxsub.search.verify import Verifier, cut_choices
 
 
@@ -66,3 +66,24 @@ def test_gradients_of_a_repeated_program_are_priced_apart():
     assert chain == Pricer(program, target).chain(cuts)
     assert [stage.gradient_sizes for stage in repeated.stages] == [()] * len(cuts[1:])
     assert max(s.transient_bytes for s in repeated.stages) > max(s.transient_bytes for s in chain.stages)
+
+
+def attending(ws, x):
+    for w in ws:
+        x = jax.lax.cumsum(x) / 4  # mixes the batch: each layer is a run of its own
+        x = x + jax.nn.softmax(x @ x.mT) @ jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+@pytest.mark.parametrize("planner", ["plain", "barriers"])
+def test_a_cpu_makes_the_zeros_of_all_loops_when_it_starts(planner, depth):
+    """Each layer in slices is two loops; what the second one stacks gradients in is live from the start."""
+    ws = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * depth
+    program, cpu = trace(attending, (ws, jax.ShapeDtypeStruct((16, 256, 32), jnp.float32)), {}), get_target("cpu")
+    runs = [found.slices(program, 4) for found in find_runs(program, cpu, 2**22).runs]
+    assert len(runs) == depth
+    folded = Pricer(with_slices(program, runs), cpu)
+    plan = get(planner)(folded.chain(cut_choices(folded.program)[0]), None)
+    measured = Verifier(folded).measure(plan).temp_bytes
+    assert 0.7 * measured <= plan.prediction.temp_bytes <= 1.2 * measured

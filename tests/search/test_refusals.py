@@ -88,9 +88,9 @@ def test_a_refusal_names_regions_and_maps_that_are_never_cut():
 
     words = r"`(checkpoint|remat2?)` .*is a jax.checkpoint region that stays as it is"
     with pytest.raises(InfeasibleBudgetError, match=words) as refused:
-        jaxsub.plan(slope, ws, x, budget=0.6, chunks=False, progress=False, cache=False)
+        jaxsub.plan(slope, ws, x, budget=0.6, planner="optimal", chunks=False, progress=False, cache=False)
     (holder,) = refused.value.holders
-    assert f"({format_bytes(refused.value.least_bytes)})" in holder
+    assert holder.startswith("100%")
 
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(layers, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec(),

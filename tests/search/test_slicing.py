@@ -608,6 +608,29 @@ def test_axes_are_followed_from_the_wide_value(monkeypatch):
     assert 0 < len(tried) < layers / 2
 
 
+def narrow_between(ws, x):
+    """Layers whose hidden values are four times what they hand on, and labels beside that, from which none is free."""
+    x, labels = x
+    for up, down in ws:
+        x = lax.cumsum(x) / ROWS  # mixes the rows
+        x = jnp.sin(x) + jax.nn.gelu(x @ up) @ down
+    return jnp.mean((jnp.sum(x, 1) - labels) ** 2)
+
+
+def test_each_layer_of_an_unrolled_network_is_a_run():
+    """A quarter of a hidden value and some labels are alive between two layers: there a run ends.
+
+    A run to the end of the program must carry most of what the program makes, not the first layer's hidden units only.
+    """
+    rows, depth = 4096, 6
+    ws = [[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 64))]] * depth
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    program = trace(narrow_between, (ws, x), {})
+    runs = find_runs(program, get_target("cpu"), 2**22).runs
+    products = [[e.primitive.name for e in program.eqns[r.start : r.stop]].count("dot_general") for r in runs]
+    assert products == [2] * depth
+
+
 def test_two_batches_that_are_compared_are_sliced_together():
     """Preferences (DPO) between two batches of answers fit a quarter of plain's memory, and nothing is recomputed."""
 
