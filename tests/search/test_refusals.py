@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxsub
-from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.search.verify import Verifier
