@@ -2,7 +2,8 @@
 
 The gradient of a look-up is scattered into zeros, that of a pooling into zeros at an array of indices. On a CPU such
 arrays are allocated when the program starts. On a GPU they are allocated where they are used; but one kernel makes all
-zeros of one shape when the first is needed, and those of the other stages are live from then on.
+zeros of one shape when the first is needed, and those of the other stages are live from then on. Loops stack values in
+zeros too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.partition.traced_run import TracedRun
 
@@ -48,5 +50,11 @@ def _names(run: TracedRun) -> frozenset[str]:
 
 
 def _zeros(run: TracedRun) -> frozenset[Shape]:
-    made = (eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS)
+    made = [eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS]
+    made += [v.aval for eqn in run.backward if compat.joins_zeros_of_loops() for v in stacked_by(eqn)]
     return frozenset((tuple(aval.shape), aval.dtype) for aval in made)
+
+
+def stacked_by(eqn: Any) -> tuple[Any, ...]:
+    """What a loop stacks, in zeros; of other equations nothing."""
+    return tuple(eqn.outvars[compat.scan_sizes(eqn)[1] :]) if eqn.primitive.name == "scan" else ()

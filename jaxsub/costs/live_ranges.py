@@ -18,7 +18,7 @@ from jaxsub.core.chain import Stage
 from jaxsub.core.graph import Graph
 from jaxsub.costs.fusible import SCATTER_ADDS, VIEWS, written_over
 from jaxsub.costs.fusion import Lives
-from jaxsub.costs.hoisted_constants import TOGETHER
+from jaxsub.costs.hoisted_constants import TOGETHER, stacked_by
 from jaxsub.costs.multi_output_fusion import joined
 from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_bytes, schedule
 from jaxsub.costs.split_k import is_part
@@ -81,7 +81,7 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
     """
     if gpu is not None and not is_shared:
         return 0
-    return sum(_hoisted(traced)) if gpu is None else _hoisted(traced)[0]
+    return sum(_hoisted(traced)) if gpu is None or compat.joins_zeros_of_loops() else _hoisted(traced)[0]
 
 
 def stacked_bytes(traced: TracedRun) -> int:
@@ -96,8 +96,7 @@ def _hoisted(traced: TracedRun) -> tuple[int, int]:
     lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True,
                   sizes=traced.sizes)  # fmt: skip
     straight = _written(traced, lives)[1]
-    stacked = {lives.base(v) for eqn in traced.backward if eqn.primitive.name == "scan"
-               for v in eqn.outvars[compat.scan_sizes(eqn)[1] :]}  # fmt: skip
+    stacked = {lives.base(v) for eqn in traced.backward for v in stacked_by(eqn)}
     made = [(not k.reads, b in stacked, n) for k in lives.kernels for b, n in zip(k.makes, k.n_bytes, strict=True)
             if b not in straight]  # fmt: skip
     return sum(n for is_free, _, n in made if is_free), sum(n for is_free, is_in, n in made if is_in and not is_free)

@@ -138,9 +138,8 @@ def asked_by_remat3() -> frozenset[str]:
 
 def is_known_to_remat3(policy: Any) -> bool:
     """Tell whether `jax_remat3` applies a policy by its class, without calling it, as 0.10 did with some of JAX's."""
-    known = (
-        getattr(ad_checkpoint, name, None) for name in ("DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese")
-    )
+    names = "DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese"
+    known = (getattr(ad_checkpoint, name, None) for name in names)
     return isinstance(policy, tuple(kind for kind in known if isinstance(kind, type)))
 
 
@@ -172,6 +171,11 @@ def watch_regions(look: Callable[[Any, Any], None]) -> None:
     region = getattr(ad_checkpoint, "RematTraced", None)
     if region is not None:
         region.check = lambda self, *_: look(self.policy, open_jaxpr(self.jaxpr))
+
+
+def joins_zeros_of_loops() -> bool:
+    """Tell whether one kernel makes the zeros in which a GPU's loops stack values; from JAX 0.12 on none does."""
+    return version_of(jax.__version__) < (0, 12)
 
 
 INLINE = {"inline": getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)}  # of a `jit` equation: up to 0.11 a flag

@@ -101,7 +101,10 @@ def exported(plan: Plan, form: str) -> Any:
     names = plan.policy_names
     if names is None:
         raise UnsupportedError("This plan was made by hand and knows no names; to_policy() needs one of jaxsub.plan.")
-    unsaid = ("runs in slices", *names.unsaid) if plan.slices else names.unsaid
+    also = ["runs in slices"] * bool(plan.slices) + ["regions of the function's own, opened"] * bool(
+        plan.opened_regions
+    )
+    unsaid = (*also, *names.unsaid)
     if unsaid:
         hint = " Name values with jax.ad_checkpoint.checkpoint_name." if "no name" in str(unsaid) else ""
         raise UnsupportedError(

@@ -121,6 +121,11 @@ def test_regions_stay_where_they_recompute_less():
     assert planned(loss, budget, chunks=False).opened_regions == DEPTH
 
 
+def test_a_policy_cannot_open_them():
+    with pytest.raises(jaxsub.UnsupportedError, match="regions of the function's own, opened"):
+        planned(unrolled(jax.checkpoint(layer)), 1.0).to_policy()
+
+
 def test_without_a_budget_they_stay():
     assert planned(unrolled(jax.checkpoint(layer)), None).opened_regions == 0
 
