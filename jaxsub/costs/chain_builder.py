@@ -235,10 +235,12 @@ class Pricer:
         dead_bytes = self._dead_bytes(start, stop, dead, is_last)
         what = self._hoisting(start, stop, zeros)
         hoisted = self._bytes(what, start, stop, ()) if what else 0
+        stacked = 0
         if self._is_cpu and self.sized.eqns[start].primitive.name == "scan":
             hoisted = max(hoisted, keep)  # what a loop keeps it stacks in zeros
+        elif self._is_cpu and what:
+            stacked = self._bytes("stacked", start, stop, ())  # by loops of runs in slices
         ahead = hoisted if what == TOGETHER else 0
-        stacked = self._bytes("stacked", start, stop, ()) if what and self._is_cpu else 0
         sums = summed_sizes(graph, cuts, start, stop)
         sizes = self._kept_sizes(start, stop, 0 if is_last else keep - dead_bytes)
         made = graph.made_by(start, stop)

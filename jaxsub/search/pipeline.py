@@ -166,6 +166,10 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
 
         may_open = settings.budget != Budget() and settings.mirror is None
         plan = with_or_without_own(program, planned, may_open)
+        if plan.opened_regions:  # beside what the function needs as it is
+            is_known = settings.budget.fraction is not None and settings.verify is not False
+            plain = first.prepared(program)[0].plain().measurement if is_known else None
+            plan = plan.replace(plain_measurement=plain)
         plan = plan.replace(budget=settings.budget)
     if settings.progress:
         tell(plan, time.monotonic() - began)

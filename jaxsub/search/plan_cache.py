@@ -27,7 +27,7 @@ from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
-from jaxsub.search.verify import finish, measured_key, recalled, untouched
+from jaxsub.search.verify import finish, measured_key, recalled
 
 
 def plan_key(program: Program, planner: Planner, target: Target, asked: str) -> str | None:
@@ -65,8 +65,6 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:
     """Whether what a plan does was measured for a target, as it says itself, and fits the budget it was made for."""
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
-    if plan.opened_regions:  # a fraction is of what the function needs as it is
-        plain = recalled(store, measured_key(program, target, untouched(program)), target)
     folded, bare = in_slices(program, plan)
     known = recalled(store, measured_key(folded, target, bare), target)
     if found is None or known is None:
