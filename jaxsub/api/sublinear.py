@@ -218,9 +218,9 @@ def sublinear(
 
     The function is traced, its intermediates are priced, a plan is made of what to save and what to recompute, and the
     function is put together again with nested `jax.checkpoint` regions and gradient barriers. Arguments, results
-    and gradients stay what they are. With a budget in bytes, or a fraction, the plan is compiled and measured first.
-    Under `jax.vmap` the budget is that of one example: put `sublinear` round the mapped function to budget the whole.
-    Of such functions that call one another the outermost plans for all.
+    and gradients stay what they are. With a budget in bytes, or a fraction, regions that the function has are planned
+    anew, and the plan is compiled and measured first. Under `jax.vmap` the budget is that of one example: put
+    `sublinear` round the mapped function. Of such functions that call one another the outermost plans for all.
 
     Args:
         fun: The function, usually a loss. Left out, a decorator is returned.

@@ -51,7 +51,8 @@ def _names(run: TracedRun) -> frozenset[str]:
 
 def _zeros(run: TracedRun) -> frozenset[Shape]:
     made = [eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS]
-    made += [v.aval for eqn in run.backward if compat.joins_zeros_of_loops() for v in stacked_by(eqn)]
+    if compat.joins_zeros_of_loops():
+        made += [v.aval for eqn in run.backward for v in stacked_by(eqn)]
     return frozenset((tuple(aval.shape), aval.dtype) for aval in made)
 
 

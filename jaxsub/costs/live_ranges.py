@@ -81,25 +81,13 @@ def hoisted_bytes(traced: TracedRun, *, gpu: Target | None = None, is_shared: bo
     """
     if gpu is not None and not is_shared:
         return 0
-    return sum(_hoisted(traced)) if gpu is None or compat.joins_zeros_of_loops() else _hoisted(traced)[0]
+    free, stacked = _hoisted(traced, None)
+    return free + stacked if gpu is None or compat.joins_zeros_of_loops() else free
 
 
 def stacked_bytes(traced: TracedRun) -> int:
     """Predict the bytes of the zeros in which loops of a backward pass stack what is no output: a CPU's are hoisted."""
-    return _hoisted(traced)[1]
-
-
-def _hoisted(traced: TracedRun) -> tuple[int, int]:
-    """The bytes of what kernels make without operands, and of what loops of the backward pass stack."""
-    eqns, _ = recomputed(traced, frozenset())
-    given = (*traced.inputs, *traced.cotangents)
-    lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=True,
-                  sizes=traced.sizes)  # fmt: skip
-    straight = _written(traced, lives)[1]
-    stacked = {lives.base(v) for eqn in traced.backward for v in stacked_by(eqn)}
-    made = [(not k.reads, b in stacked, n) for k in lives.kernels for b, n in zip(k.makes, k.n_bytes, strict=True)
-            if b not in straight]  # fmt: skip
-    return sum(n for is_free, _, n in made if is_free), sum(n for is_free, is_in, n in made if is_in and not is_free)
+    return _hoisted(traced, None)[1]
 
 
 def counted(what: str, traced: TracedRun, saved: Sequence[int], *, at_once: bool, gpu: Target | None,
@@ -282,6 +270,20 @@ def _unwrapped(traced: TracedRun, gpu: Target | None) -> Lives:
     return Lives((*traced.forward, *traced.backward), (*traced.inputs, *traced.cotangents),
                  (*traced.returned, *traced.backward_outputs), traced.aliases, gpu is None, gpu,
                  traced.sizes)  # fmt: skip
+
+
+@_cached
+def _hoisted(traced: TracedRun, gpu: Target | None) -> tuple[int, int]:
+    """The bytes of what kernels make without operands, and of what backward loops stack, as a CPU has them."""
+    eqns, _ = recomputed(traced, frozenset())
+    given = (*traced.inputs, *traced.cotangents)
+    lives = Lives((*eqns, *traced.backward), given, traced.backward_outputs, traced.aliases, is_cpu=gpu is None,
+                  sizes=traced.sizes)  # fmt: skip
+    straight = _written(traced, lives)[1]
+    stacked = {lives.base(v) for eqn in traced.backward for v in stacked_by(eqn)}
+    made = [(not k.reads, b in stacked, n) for k in lives.kernels for b, n in zip(k.makes, k.n_bytes, strict=True)
+            if b not in straight]  # fmt: skip
+    return sum(n for is_free, _, n in made if is_free), sum(n for is_free, is_in, n in made if is_in and not is_free)
 
 
 @_cached

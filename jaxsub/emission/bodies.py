@@ -12,6 +12,9 @@ from jaxsub.emission.scans import body_program, branch_programs
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 
+PLANNED = ("scan", "cond")
+"""Equations whose bodies are planned."""
+
 
 def bodies_of_node(program: Program, node: int) -> tuple[Program, ...]:
     """Make programs of the body of a loop, or the branches of a conditional."""

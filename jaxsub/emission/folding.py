@@ -14,7 +14,7 @@ import jax.core
 from jaxsub.core.decisions import UNSPLIT, Inside, Slices
 from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
-from jaxsub.emission.bodies import bodies_of_node, program_within, with_bodies
+from jaxsub.emission.bodies import PLANNED, bodies_of_node, program_within, with_bodies
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
 from jaxsub.emission.own_regions import without_own_regions
 from jaxsub.emission.regions import with_regions
@@ -208,7 +208,7 @@ def _within_fault(program: Program, slices: Sequence[Slices], within: Sequence[t
     if any(run.start <= within[0][0] < run.stop for run in slices if not run.within):
         return f"within {within}: equation {within[0][0]} runs in slices itself"
     for node, number in within:
-        is_there = 0 <= node < len(program.eqns) and program.eqns[node].primitive.name in ("scan", "cond")
+        is_there = 0 <= node < len(program.eqns) and program.eqns[node].primitive.name in PLANNED
         if not is_there or not 0 <= number < len(bodies := bodies_of_node(program, node)):
             return f"within {within}: equation {node} holds no body {number}"
         program = bodies[number]

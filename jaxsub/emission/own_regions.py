@@ -10,13 +10,10 @@ import os
 from typing import Any
 
 from jaxsub.core.plan import Plan
-from jaxsub.emission.bodies import with_bodies
+from jaxsub.emission.bodies import PLANNED, with_bodies
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import inline_regions
 from jaxsub.jaxpr.trace import Program, remembered
-
-BODIES = ("scan", "cond")
-"""Equations whose bodies are planned."""
 
 
 def without_own_regions(program: Program, plan: Plan) -> tuple[Program, Plan]:
@@ -47,7 +44,7 @@ def _count(eqns: Any) -> int:
         params = eqn.params
         if _is_own(eqn):
             found += 1 + _count(compat.open_jaxpr(compat.unwrapped(eqn)[1]["jaxpr"]).eqns)
-        elif eqn.primitive.name in BODIES:
+        elif eqn.primitive.name in PLANNED:
             bodies = params["branches"] if "branches" in params else (params["jaxpr"],)
             found += sum(_count(compat.open_jaxpr(body).eqns) for body in bodies)
         elif (inner := compat.inlined_body(eqn)) is not None:
@@ -67,7 +64,7 @@ def open_own_regions(program: Program) -> Program:
         ['cos', 'sin', 'reduce_sum']
     """
     found = program.with_eqns(*inline_regions(program.eqns, program.outvars, _is_own))
-    nodes = [i for i, eqn in enumerate(found.eqns) if eqn.primitive.name in BODIES and _count([eqn])]
+    nodes = [i for i, eqn in enumerate(found.eqns) if eqn.primitive.name in PLANNED and _count([eqn])]
     if not nodes:
         return found
     eqns = list(found.eqns)

@@ -71,11 +71,19 @@ def arrays_for_rules(eqns: Sequence[Any], variables: Sequence[Any], consts: Sequ
 def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
     eqns, inputs, outvars, consts = flatten_jaxpr(closed, opened=opened)
-    literals = {v: Literal(value, v.aval) for v, value in zip(inputs, consts, strict=False)}
-    if literals:
-        eqns = [eqn.replace(invars=[renamed(literals, a) for a in eqn.invars]) for eqn in eqns]
-        outvars = [renamed(literals, a) for a in outvars]
+    eqns, outvars = _with_literals(list(zip(inputs, consts, strict=False)), eqns, outvars)
     return eqns, inputs[len(consts) :], outvars
+
+
+def _with_literals(
+    consts: Sequence[tuple[Any, Any]], eqns: list[Any], outvars: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Put constants, variables with their values, where they are read."""
+    if not consts:
+        return eqns, outvars
+    literals = {v: Literal(value, v.aval) for v, value in consts}
+    eqns = [eqn.replace(invars=[renamed(literals, a) for a in eqn.invars]) for eqn in eqns]
+    return eqns, [renamed(literals, a) for a in outvars]
 
 
 def inline_regions(
@@ -91,9 +99,7 @@ def inline_regions(
     env: dict[Any, Any] = {}
     for eqn in eqns:
         _inline(eqn, env, made, consts, None, body_of)
-    literals = {v: Literal(value, v.aval) for v, value in consts}
-    made = [eqn.replace(invars=[renamed(literals, a) for a in eqn.invars]) for eqn in made] if literals else made
-    outvars = [renamed(literals, renamed(env, a)) for a in outvars]
+    made, outvars = _with_literals(consts, made, [renamed(env, a) for a in outvars])
     return compat.sliced_where_used(made, outvars), outvars
 
 

@@ -52,7 +52,8 @@ def _measured_faults(plan: Plan) -> Iterator[str]:
         return
     if (ours.target, ours.output_bytes) != (plain.target, plain.output_bytes):
         yield "with and without it, it was measured for other targets or outputs"
-    if not (plan.segments or plan.barriers or plan.loops or plan.slices) and ours.temp_bytes != plain.temp_bytes:
+    decisions = plan.segments, plan.barriers, plan.loops, plan.slices, plan.opened_regions
+    if not any(decisions) and ours.temp_bytes != plain.temp_bytes:
         yield f"it changes nothing, and is said to change {plain.temp_bytes} bytes to {ours.temp_bytes}"
 
 

@@ -101,10 +101,11 @@ def exported(plan: Plan, form: str) -> Any:
     names = plan.policy_names
     if names is None:
         raise UnsupportedError("This plan was made by hand and knows no names; to_policy() needs one of jaxsub.plan.")
-    also = ["runs in slices"] * bool(plan.slices) + ["regions of the function's own, opened"] * bool(
-        plan.opened_regions
-    )
-    unsaid = (*also, *names.unsaid)
+    unsaid = list(names.unsaid)
+    if plan.opened_regions:
+        unsaid.insert(0, "regions of the function's own, opened")
+    if plan.slices:
+        unsaid.insert(0, "runs in slices")
     if unsaid:
         hint = " Name values with jax.ad_checkpoint.checkpoint_name." if "no name" in str(unsaid) else ""
         raise UnsupportedError(

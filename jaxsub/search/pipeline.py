@@ -161,8 +161,10 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         budget = first.in_bytes(program, settings.budget)
 
         def planned(p: Program) -> Plan:
-            other = Planning(replace(settings, budget=budget), target, store, step)
-            return (first if p is program else other).best(p, budget)
+            if p is program:
+                return first.best(p, budget)
+            in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
+            return Planning(in_bytes, target, store, step).best(p, budget)
 
         may_open = settings.budget != Budget() and settings.mirror is None
         plan = with_or_without_own(program, planned, may_open)

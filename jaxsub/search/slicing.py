@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -229,6 +229,7 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
         TUNING.least_sliced_bytes, min(TUNING.peak_share * int(live.max(initial=1)), TUNING.wide_share * n_bytes)
     )
     made = [v for v in graph.values if v.producer is not None and v.n_bytes > TUNING.narrow_share * wide]
+    before = list(accumulate(map(made_bytes, program.eqns), initial=0))
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
     found: list[Found] = []
     refused: Refusals = []
@@ -243,8 +244,8 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
             axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
-            made_there = sum(map(made_bytes, program.eqns[run[0] : run[1]]))
-            axes = [axis for axis in axes if 2 * axis.carried_bytes > max(value.n_bytes, made_there)]
+            half = (before[run[1]] - before[run[0]]) // 2
+            axes = [a for a in axes if 2 * a.carried_bytes > value.n_bytes and _bytes_made(a.axis.steps) > half]
             if axes:
                 found.append(
                     max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))

@@ -182,6 +182,31 @@ def test_kept_plans_are_found_again(tmp_path):
     assert jaxsub.measure(again, PARAMS, X).temp_bytes == plans[0].measurement.temp_bytes
 
 
+def test_a_plan_that_only_opens_them_is_loaded(tmp_path):
+    """It decides nothing else, and still changes what the gradient needs."""
+    loss = unrolled(jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable))
+    plan = planned(loss, 1.0, planner="plain", chunks=False)
+    assert plan.opened_regions
+    assert plan.measurement.temp_bytes < plan.plain_measurement.temp_bytes
+    plan.save(tmp_path / "plan.json")
+    assert jaxsub.sublinear(loss, plan=tmp_path / "plan.json").plan(PARAMS, X) == plan
+
+
+def test_a_step_goes_back_to_them_where_its_memory_asks_for_it():
+    """Under its own budget the function is opened; that is another plan than leaving it as it is."""
+    loss = unrolled(jax.checkpoint(layer))
+    small = jaxsub.sublinear(loss, budget="1GiB", planner="plain", chunks=False, progress=False, cache=False)
+
+    def report(f, memory):
+        return jaxsub.jit(lambda params: jax.value_and_grad(f)(params, X), memory=memory, cache=False).report(PARAMS)
+
+    assert report(small, "1GiB").sites[0].plan.opened_regions
+    needed = report(loss, "1GiB").step_bytes
+    met = report(small, int(1.01 * needed))
+    assert met.step_bytes <= 1.01 * needed
+    assert not met.sites[0].plan.opened_regions
+
+
 def test_a_plan_says_where_another_function_differs():
     plan = planned(unrolled(jax.checkpoint(layer)), 1.0)
     other = unrolled(jax.checkpoint(lambda x, p: layer(x, p) + 1))

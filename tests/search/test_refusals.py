@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxsub
+from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.search.verify import Verifier
@@ -82,6 +83,9 @@ def test_a_refusal_names_regions_and_maps_that_are_never_cut():
 
     ws, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jax.ShapeDtypeStruct((1024, 64), jnp.float32)
 
+    refused_before = jaxsub.plan(jax.checkpoint(layers), ws, x, budget=0.6, chunks=False, progress=False, cache=False)
+    assert refused_before.opened_regions == 1
+
     def slope(ws, x):
         return jnp.sum(jax.grad(jax.checkpoint(layers), 1)(ws, x) ** 2)
 
@@ -94,5 +98,8 @@ def test_a_refusal_names_regions_and_maps_that_are_never_cut():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(layers, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec(),
                            check_vma=False)  # fmt: skip
-    with pytest.raises(InfeasibleBudgetError, match=r"`shard_map` .*is one equation to a plan: put sublinear round"):
+    words = r"`shard_map` .*is one equation to a plan: put sublinear round"
+    with pytest.raises(InfeasibleBudgetError, match=words) as refused:
         jaxsub.plan(mapped, ws, x, budget=0.6, chunks=False, progress=False, cache=False)
+    (holder,) = refused.value.holders
+    assert f"({format_bytes(refused.value.least_bytes)})" in holder

@@ -18,6 +18,7 @@ from jaxsub.costs.roofline import KERNEL_SECONDS
 from jaxsub.costs.slice_time import NO_TIME, busy_rows, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import with_slices
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
@@ -617,18 +618,34 @@ def narrow_between(ws, x):
     return jnp.mean((jnp.sum(x, 1) - labels) ** 2)
 
 
+def unrolled_shapes(depth):
+    ws = [[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 64))]] * depth
+    return ws, (jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.float32))
+
+
 def test_each_layer_of_an_unrolled_network_is_a_run():
     """A quarter of a hidden value and some labels are alive between two layers: there a run ends.
 
     A run to the end of the program must carry most of what the program makes, not the first layer's hidden units only.
     """
-    rows, depth = 4096, 6
-    ws = [[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 64))]] * depth
-    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    program = trace(narrow_between, (ws, x), {})
+    depth = 6
+    program = trace(narrow_between, unrolled_shapes(depth), {})
     runs = find_runs(program, get_target("cpu"), 2**22).runs
     products = [[e.primitive.name for e in program.eqns[r.start : r.stop]].count("dot_general") for r in runs]
     assert products == [2] * depth
+
+
+@pytest.mark.skipif(compat.joins_zeros_of_loops(), reason="one kernel makes the zeros of all layers' loops")
+def test_each_layer_in_slices_needs_less_than_regions():
+    args, options = unrolled_shapes(12), {"target": "h100", "progress": False, "cache": False}
+    plain = jaxsub.measure(narrow_between, *args, target="h100").temp_bytes
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jaxsub.plan(narrow_between, *args, budget=1, chunks=False, **options)
+    least = refused.value.least_bytes
+    plan = jaxsub.plan(narrow_between, *args, budget=int(0.7 * least), **options)
+    assert len(plan.slices) == 12
+    needed = plan.measurement.temp_bytes
+    print(f"{least / plain:.3f} of plain's memory is the least with regions, {needed / plain:.3f} needed in slices")
 
 
 def test_two_batches_that_are_compared_are_sliced_together():
