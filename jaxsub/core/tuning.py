@@ -84,6 +84,10 @@ class Tuning:
         least_sliced_bytes: For less nobody needs slices.
         light_equations: Of at most so many cheap equations a total is made before slices, where they run again.
         many_slices: Of axes that all have so many slices the one is taken that most of the run carries.
+        hill_share: What was last read in this first part of an inner forward pass waits for the inner backward pass.
+        waiting_share: What waits so must be this share of what is alive between the two for runs to be recomputed.
+        little_share: A run that spares less than this share of it is not recomputed. What a cut makes XLA
+            materialise is no reason against it below this share of what crosses it.
         same_step: Where a step needs this share of what is predicted of its largest function, a byte of a function's
             budget is one of the step.
         close_step: A step that fills this share of its memory is close enough.
@@ -142,6 +146,9 @@ class Tuning:
     least_sliced_bytes: int = 2**20
     light_equations: int = 16
     many_slices: int = 64
+    hill_share: float = 0.75
+    waiting_share: float = 0.25
+    little_share: float = 0.01
     same_step: float = 0.8
     close_step: float = 0.96
 

@@ -203,9 +203,12 @@ def scattered_last(eqns: Sequence[Any], alias: Mapping[Any, Any], outputs: Itera
     working = [eqn for eqn in eqns if eqn.primitive.name not in SAME]
     uses = Counter(base(a) for a in (*(a for eqn in working for a in eqn.invars), *outputs))
     added = {base(a) for eqn in working if eqn.primitive.name in ("add", "add_any") for a in eqn.invars}
-    ordered, waiting = [], dict[Any, Any]()
+    ordered, waiting = list[Any](), dict[Any, Any]()
     for eqn in eqns:
-        ins = [waiting.pop(base(a), None) for a in eqn.invars] if eqn.primitive.name not in SAME else []
+        ins = [waiting.pop(base(a), None) for a in eqn.invars]
+        if eqn.primitive.name in SAME:  # no sum moves past a barrier
+            ordered.extend(filter(None, ins))
+            ins = []
         if (scatter := next(filter(None, ins), None)) is not None:
             terms = [a if w is None else scatter.invars[0] for a, w in zip(eqn.invars, ins, strict=True)]
             ordered.append(eqn.replace(invars=terms, outvars=scatter.outvars))

@@ -12,6 +12,7 @@ import zoo
 
 import jaxsub
 from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.fusible import scattered_last
 from jaxsub.costs.fusion import Lives
 from jaxsub.costs.live_ranges import hoisted_bytes, kept_bytes
 from jaxsub.costs.scheduler import Kernel, made_late, peak_bytes, schedule
@@ -80,6 +81,20 @@ def test_what_is_scattered_is_scattered_into_the_sum(is_cpu):
 
     assert int(peak(once)) == 1
     assert int(peak(twice)) == 2
+
+
+def test_no_sum_moves_past_a_barrier():
+    """`barrier(zeros.at[i].add(u)) + p` is no scatter into p: the barrier stays behind what it reads."""
+
+    def function(u, a):
+        scattered = jax.lax.optimization_barrier(jnp.zeros_like(a).at[jnp.zeros(8, int)].add(u))
+        return jnp.tanh(scattered + jnp.einsum("bij,bjk->bik", a, a))
+
+    jaxpr = jax.make_jaxpr(function)(jnp.ones(SHAPE), jnp.ones(SHAPE)).jaxpr
+    known = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in scattered_last(jaxpr.eqns, {}, jaxpr.outvars):
+        assert all(a in known for a in eqn.invars if not hasattr(a, "val"))
+        known.update(eqn.outvars)
 
 
 def test_what_is_spread_beside_a_product_is_a_whole_array():
