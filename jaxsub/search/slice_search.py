@@ -71,19 +71,19 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
         The plan; `None` where no run may be executed in slices.
     """
     search = _Search(program, target, Budget(n_bytes), False, whole)
-    found: list[tuple[tuple[bool, float, int], Runs, Plan]] = []
+    found: list[tuple[tuple[bool, bool, float, int], Runs, Plan]] = []
     for number, runs in enumerate(find_runs(program, target, n_bytes).sets()):
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
                 plan = search.planned(runs, search.budget)
-                rank = (False, round(cost_of(plan), 3), number)
+                rank = (False, is_slow(program, target, runs), round(cost_of(plan), 3), number)
             except InfeasibleBudgetError as refused:
                 plan = search.planned(runs, Budget(refused.least_bytes))
-                rank = (True, float(needed_bytes(plan)), number)
+                rank = (True, False, float(needed_bytes(plan)), number)
             found.append((rank, runs, plan))
     if not found:
         return None
-    (does_not_fit, _, _), chosen, plan = min(found, key=lambda ranked: ranked[0])
+    (does_not_fit, *_), chosen, plan = min(found, key=lambda ranked: ranked[0])
     if does_not_fit:
         return plan
     return search.planned(search.fewest_of(chosen, n_bytes, needed_bytes(plan), cost_of(plan)), search.budget)
@@ -183,8 +183,10 @@ class _Search:
         known = self._said()[0] if WHOLE in sets and not self.plans else self._least_cost()
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
-            is_slow = self._is_slow(runs)
-            if not self.is_asked and ((is_slow and self.plans) or known <= max(_least_gain(runs), fixed_cost(runs))):
+            is_slow_there = is_slow(self.program, self.target, runs)
+            if not self.is_asked and (
+                (is_slow_there and self.plans) or known <= max(_least_gain(runs), fixed_cost(runs))
+            ):
                 continue
             is_alike = bool(runs) and not self.is_asked and self._is_refused_alike(runs)
             if is_alike and not self._is_misjudged():
@@ -196,9 +198,9 @@ class _Search:
                     yield (True, False, 0.0, least), runs
                 continue
             share = round(cost_of(found) - (0.0 if runs else TUNING.compile_gain), 3)
-            known = known if is_slow else min(known, share)
+            known = known if is_slow_there else min(known, share)
             if cost_of(found) < most or (self.is_asked and self._spares(found)):
-                yield (False, is_slow, share, number), runs
+                yield (False, is_slow_there, share, number), runs
 
     def _least_measured(self, of: Runs | None = None) -> float:
         """The least that was measured of what does not fit, with some runs in slices or any; infinite if nothing."""
@@ -235,14 +237,6 @@ class _Search:
         """Whether a plan needs less than all found so far, and recomputes no more."""
         return all(needed_bytes(plan) < needed_bytes(known) and recomputed_share(plan) <= recomputed_share(known)
                    for known in self.plans)  # fmt: skip
-
-    def _is_slow(self, runs: Runs) -> bool:
-        """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
-
-        `ConvCanonicalization` of XLA's CPU compiler rewrites the entry computation; other layouts are naive loops.
-        """
-        eqns = (eqn for run in runs if not run.within for eqn in self.program.eqns[run.start : run.stop])
-        return self.target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
 
     def _corrected(self) -> Budget:
         """The budget, by as much larger as what fits in slices is measured to need less than was predicted of it.
@@ -336,6 +330,15 @@ class _Search:
                     continue
             return refused
         return self.refusals[0][0]
+
+
+def is_slow(program: Program, target: Target, runs: Runs) -> bool:
+    """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
+
+    `ConvCanonicalization` of XLA's CPU compiler rewrites the entry computation; other layouts are naive loops.
+    """
+    eqns = (eqn for run in runs if not run.within for eqn in program.eqns[run.start : run.stop])
+    return target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
 
 
 def _least_gain(runs: Runs) -> float:
