@@ -26,15 +26,15 @@ jaxpr: __init__ compat flops new_equations identity inline max_pool_vjp ragged_p
     shardings static_leaves tangents trace constants differences arguments linearity axis_places
     random_bits axis axis_rules axis_bodies axis_origin axes product_rows
 devices: __init__ cuda_plugin aot_worker targets aot compile
-partition: __init__ cuts blocks inner_programs run_function traced_run min_cut
-emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans bodies own_regions
-    folding emit
+partition: __init__ cuts inner_gradients blocks inner_programs run_function traced_run min_cut
+emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans bodies own_regions clones
+    forms folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs
     roofline slice_time scan_options chain_builder
 search: __init__ bracket by_hand slice_seeds found_run slicing sliceable sliced_program belonging
     candidates name_overrides named_policy verify propagated budget_search slice_search frontier_points repeated_effects
-    own_regions plan_cache progress annotate pipeline call_sites
+    forms plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor

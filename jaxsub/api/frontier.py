@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
+from jaxsub.core.decisions import Form
 from jaxsub.core.disk_cache import open_store
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
@@ -22,10 +23,12 @@ from jaxsub.core.shown import Shown
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import in_slices
+from jaxsub.emission.forms import program_in
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import with_own_settings
 from jaxsub.planners import get
 from jaxsub.search.annotate import opened
+from jaxsub.search.forms import forms_of, in_form
 from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
 from jaxsub.search.pipeline import Settings, may_be_sliced
 from jaxsub.search.slicing import Chunks
@@ -163,19 +166,20 @@ def frontier(
 @with_own_settings
 def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *, is_measured: bool = False,
                 chunks: Chunks = False) -> Frontier:  # fmt: skip
-    """The frontier of a program whose stages a pricer prices."""
-    program, store = pricer.program, pricer.store
-    chosen = spread(at_every_budget(pricer, chunks), points)
-    plans = [opened(program, candidate.make(), pricer.target, store) for candidate in chosen]
-    chain = pricer.chain(cut_choices(program)[0])
-    others = tuple(Point(name, finished(pricer, plan)) for name, plan in by_hand(chain))
+    """The frontier of a program whose stages a pricer prices; regions of its own are opened."""
+    program, store, plain = pricer.program, pricer.store, None
+    form = forms_of(program)[0]
+    bare = replace(pricer, program=program_in(program, form)) if form != Form() else pricer
+    plans = [candidate.make() for candidate in spread(at_every_budget(bare, chunks), points)]
+    chain = bare.chain(cut_choices(bare.program)[0])
+    others = [Point(name, finished(bare, plan)) for name, plan in by_hand(chain)]
     if is_measured:
-        verifier = Verifier(pricer)
-        plain = verifier.plain().measurement
+        plain, verifier = Verifier(pricer).plain().measurement, Verifier(bare)
         plans = [plan.replace(measurement=_measure(verifier, plan), plain_measurement=plain) for plan in plans]
+    plans = [opened(program, in_form(program, form, plan), pricer.target, store) for plan in plans]
     found = (Point("in slices" if plan.slices else "optimal", plan) for plan in plans)
     rising = {p.temp_bytes: p for p in sorted(found, key=lambda p: (p.temp_bytes, -p.extra))}  # of equal ones the last
-    return Frontier(tuple(rising.values()), others, budget_bytes)
+    return Frontier(tuple(rising.values()), tuple(others), budget_bytes)
 
 
 def _measure(verifier: Verifier, plan: Plan) -> Measurement:

@@ -118,6 +118,44 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
+class Clone:
+    """A run of the function's equations that is recomputed in front of a later equation.
+
+    A function may take a gradient itself, as of an energy. What the backward pass of that reads of the forward pass is
+    then recomputed, as XLA's rematerialisation clones instructions, and so not live in between.
+
+    Attributes:
+        start: Its first node, counted in the function without clones.
+        stop: The node after its last.
+        before: The node in front of which it is recomputed, and from which on its values are read.
+        extra_share: What it adds to the gradient, as a share of the function's forward pass.
+    """
+
+    start: int
+    stop: int
+    before: int
+    extra_share: float = 0.0
+
+    def faults(self) -> list[str]:
+        """What no clone is, by field."""
+        is_run = 0 <= self.start < self.stop <= self.before
+        return [] if is_run else [f"{self.start}:{self.stop} is no run of nodes before {self.before}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form in which a function is planned.
+
+    Attributes:
+        opened_regions: How many `jax.checkpoint` regions of its own are opened: all, or none.
+        clones: Runs that are recomputed.
+    """
+
+    opened_regions: int = 0
+    clones: tuple[Clone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyNames:
     """What a plan's regions save, by the names that `checkpoint_name` gave: `Plan.to_policy` makes a policy of it.
 

@@ -101,7 +101,7 @@ def plan_figures(plan: Any) -> dict[str, float]:
 def recomputed_share(plan: Any) -> float:
     """What a plan recomputes, as a share of one forward pass; 0 where it does not say."""
     found: float = plan.prediction.extra_flops / max(plan.prediction.forward_flops, 1.0) if plan.prediction else 0.0
-    return found + sum(float(run.extra_share) for run in plan.slices)
+    return found + sum(float(run.extra_share) for run in (*plan.slices, *plan.clones))
 
 
 def predicted_bytes(plan: Any) -> int:

@@ -11,7 +11,7 @@ Costs are in FLOPs (`Node.flops`) and bytes (`Value.n_bytes`); other modules com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 SLICES = frozenset({"slice", "dynamic_slice"})
@@ -167,6 +167,14 @@ class Graph:
         if not found.is_differentiated or not found.consumers or found.consumers[-1] < stop:
             return []
         return [self.nodes[i].primitive for i in found.consumers if start <= i < stop]
+
+    def between(self, start: int, stop: int) -> Graph:
+        """The nodes before `stop`, and which of them read what those from `start` on make; nothing goes out."""
+        kept = self.values[: self.first_value(stop)]
+        ends = (stop if (-1 if v.producer is None else v.producer) >= start else 0 for v in kept)
+        values = tuple(replace(v, consumers=tuple(c for c in v.consumers if c < end))
+                       for v, end in zip(kept, ends, strict=True))  # fmt: skip
+        return replace(self, nodes=self.nodes[:stop], values=values, outputs=())
 
     def pinned(self) -> tuple[int, ...]:
         """The nodes that must run once: none of them may be in a region."""

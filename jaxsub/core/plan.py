@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
-from jaxsub.core.decisions import ControlFlow, PolicyNames, Segment, Slices, walk
+from jaxsub.core.decisions import Clone, ControlFlow, PolicyNames, Segment, Slices, walk
 from jaxsub.core.figures import Difference, compare, plan_figures, scalars
 from jaxsub.core.graph import Graph
 from jaxsub.core.measurement import Measurement
@@ -58,6 +58,8 @@ class Plan(Shown, Stored):
         slices: Runs of the traced program executed in slices: each is one node for all other fields.
         opened_regions: How many `jax.checkpoint` regions of the function's own the plan was made without: for all other
             fields what is inside them are nodes like any other. 0 where they stay, or there are none.
+        clones: Runs of an inner gradient's forward pass that are recomputed for its backward pass: for all other
+            fields they are nodes like any other.
         policy_names: Names of the values that its regions save; `None` for a plan made by hand.
         steps: Its loops and slices opened: what each step saves and recomputes, and what is live inside one.
         timeline: Live values step by step; `None` for a plan made by hand.
@@ -83,6 +85,7 @@ class Plan(Shown, Stored):
     loops: tuple[ControlFlow, ...] = ()
     slices: tuple[Slices, ...] = ()
     opened_regions: int = 0
+    clones: tuple[Clone, ...] = ()
     timeline: StageTimeline | None = field(default=None, repr=False)
     plain_timeline: StageTimeline | None = field(default=None, repr=False)
     steps: tuple[Steps, ...] = field(default=(), repr=False)
@@ -192,6 +195,7 @@ class Plan(Shown, Stored):
         replayed = {"prediction": self.prediction, "plain_prediction": self.plain_prediction,
                     "timeline": self.timeline, "plain_timeline": self.plain_timeline}  # fmt: skip
         found = [f"budget.{f}" for f in self.budget.faults()] + [f"slices.{f}" for s in self.slices for f in s.faults()]
+        found += [f"clones.{fault}" for clone in self.clones for fault in clone.faults()]
         found += [f"{name}.{fault}" for name, said in measured.items() if said is not None for fault in said.faults()]
         found += [f"{name}.{fault}" for name, said in replayed.items() if said is not None
                   for fault in islice(said.faults(self.n_nodes), MOST_FAULTS)]  # fmt: skip

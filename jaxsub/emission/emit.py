@@ -15,7 +15,7 @@ from jaxsub.core.decisions import ControlFlow, Inside, Loop, Segment, saving_in_
 from jaxsub.core.errors import PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import DIGITS, Plan
 from jaxsub.emission.folding import in_slices
-from jaxsub.emission.own_regions import open_own_regions
+from jaxsub.emission.forms import numbering
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
@@ -53,7 +53,7 @@ def check(program: Program, plan: Plan) -> None:
     """Refuse a plan of another program, or one that this program or this JAX cannot run; raises as `emit` does."""
     folded, _ = in_slices(program, plan)
     if plan.fingerprint != program.fingerprint or plan.n_nodes != len(folded.eqns):
-        there = open_own_regions(program) if plan.opened_regions else program
+        there = numbering(program, plan)
         raise PlanMismatchError(
             f"The plan was made for another function: its fingerprint is {plan.fingerprint} "
             f"({len(plan.equations) // DIGITS or plan.n_nodes} equations), this function's is {program.fingerprint} "

@@ -16,7 +16,7 @@ from jaxsub.core.errors import PlanMismatchError
 from jaxsub.core.plan import Plan, segment_faults
 from jaxsub.emission.bodies import PLANNED, bodies_of_node, program_within, with_bodies
 from jaxsub.emission.chunks import jaxpr_of_slice, sliced
-from jaxsub.emission.own_regions import without_own_regions
+from jaxsub.emission.forms import planned_form
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
@@ -155,7 +155,7 @@ def in_slices(program: Program, plan: Plan) -> tuple[Program, Plan]:
     Raises:
         PlanMismatchError: If the plan has the program's fingerprint, but its slices do not fit it.
     """
-    program, plan = without_own_regions(program, plan)
+    program, plan = planned_form(program, plan)
     if not plan.slices or plan.fingerprint != program.fingerprint:
         return program, plan
     if faults := list(_faults(program, plan.slices)):

@@ -9,19 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxsub.core.plan import Plan
 from jaxsub.emission.bodies import PLANNED, with_bodies
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import inline_regions
 from jaxsub.jaxpr.trace import Program, remembered
-
-
-def without_own_regions(program: Program, plan: Plan) -> tuple[Program, Plan]:
-    """The program that a plan was made for, and the plan as one of that program."""
-    if not plan.opened_regions or plan.fingerprint != program.fingerprint:
-        return program, plan
-    found = open_own_regions(program)
-    return found, plan.replace(fingerprint=found.fingerprint, opened_regions=0)
 
 
 @remembered

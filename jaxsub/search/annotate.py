@@ -23,7 +23,7 @@ from jaxsub.costs.fusion import Lives
 from jaxsub.devices.targets import Target
 from jaxsub.emission.bodies import program_within
 from jaxsub.emission.folding import in_slices, program_of_slice
-from jaxsub.emission.own_regions import without_own_regions
+from jaxsub.emission.forms import planned_form
 from jaxsub.emission.regions import with_regions
 from jaxsub.emission.scans import step_of, with_loops
 from jaxsub.jaxpr import compat
@@ -52,7 +52,7 @@ def opened(program: Program, plan: Plan, target: Target, store: Store | None) ->
     """The plan with its loops and slices opened; a store keeps that between processes, with the program's lines and
     scopes.
     """
-    program, followed = without_own_regions(program, plan)
+    program, followed = planned_form(program, plan)
     if not program.differentiated or not (plan.slices or plan.loops or find_loops(program)):
         return plan
     lines = [(node.source, node.scope) for node in _everywhere(program.graph)]

@@ -52,7 +52,7 @@ def _measured_faults(plan: Plan) -> Iterator[str]:
         return
     if (ours.target, ours.output_bytes) != (plain.target, plain.output_bytes):
         yield "with and without it, it was measured for other targets or outputs"
-    decisions = plan.segments, plan.barriers, plan.loops, plan.slices, plan.opened_regions
+    decisions = plan.segments, plan.barriers, plan.loops, plan.slices, plan.opened_regions, plan.clones
     if not any(decisions) and ours.temp_bytes != plain.temp_bytes:
         yield f"it changes nothing, and is said to change {plain.temp_bytes} bytes to {ours.temp_bytes}"
 

@@ -104,6 +104,8 @@ def exported(plan: Plan, form: str) -> Any:
     unsaid = list(names.unsaid)
     if plan.opened_regions:
         unsaid.insert(0, "regions of the function's own, opened")
+    if plan.clones:
+        unsaid.insert(0, "runs recomputed for an inner gradient")
     if plan.slices:
         unsaid.insert(0, "runs in slices")
     if unsaid:

@@ -27,6 +27,7 @@ from jaxsub.devices.aot import only_mesh
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
+from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, gathered_bytes
 from jaxsub.jaxpr.trace import Program, with_own_settings
@@ -40,12 +41,12 @@ from jaxsub.search.belonging import require_belonging
 from jaxsub.search.budget_search import EFFORTS, Effort, fit
 from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
+from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.own_regions import with_or_without_own
 from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried_shares, shares_of
-from jaxsub.search.slice_search import sliced_or_whole
+from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
 from jaxsub.search.slicing import Chunks
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
@@ -160,15 +161,20 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
         first = Planning(settings, target, store, step)
         budget = first.in_bytes(program, settings.budget)
 
+        has_forms = settings.mirror is None and settings.budget != Budget()
+
         def planned(p: Program) -> Plan:
-            if p is program:
-                return first.best(p, budget)
+            if p is program:  # with its own regions it is the last resort: without them it runs in slices
+                is_last = settings.chunks == "auto" and has_forms and n_own_regions(program) > 0
+                return first.whole(p, budget, False) if is_last else first.best(p, budget)
             in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
             return Planning(in_bytes, target, store, step).best(p, budget)
 
-        may_open = settings.budget != Budget() and settings.mirror is None
-        plan = with_or_without_own(program, planned, may_open)
-        if plan.opened_regions:  # beside what the function needs as it is
+        def is_far(p: Program) -> bool:
+            return budget.n_bytes is not None and first.is_far(p, budget.n_bytes)
+
+        plan = best_of_forms(program, planned, is_far) if has_forms else planned(program)
+        if plan.opened_regions or plan.clones:  # beside what the function needs as it is
             is_known = settings.budget.fraction is not None and settings.verify is not False
             plain = first.prepared(program)[0].plain().measurement if is_known else None
             plan = plan.replace(plain_measurement=plain)
@@ -229,6 +235,16 @@ class Planning:
         else:
             found = verifier.measure(verifier.empty()).temp_bytes
         return Budget(max(1, int(found * budget.fraction)))
+
+    def is_far(self, program: Program, n_bytes: int) -> bool:
+        """Whether a program is predicted to need far more than a budget, also with runs in slices."""
+        candidates, most = self.prepared(program)[2], TUNING.plain_far * n_bytes
+        if any(predicted_bytes(candidates.plan(cuts, 1)) <= most for cuts in candidates.choices):
+            return False
+        if not may_be_sliced(program, self.settings):
+            return True
+        sliced = best_in_slices(program, self.target, n_bytes, self.whole)
+        return sliced is None or predicted_bytes(sliced) > most
 
     def best(self, program: Program, budget: Budget) -> Plan:
         """Plan a program for a budget, runs of it in slices where they may be."""

@@ -28,7 +28,7 @@ from jaxsub.devices.compile import LONG_SECONDS, measure_compiled
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import emit
 from jaxsub.emission.folding import in_slices
-from jaxsub.emission.own_regions import without_own_regions
+from jaxsub.emission.forms import planned_form
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.constants import constants_key, known_constants
 from jaxsub.jaxpr.differences import equation_digests
@@ -217,7 +217,7 @@ def _whole(nodes: Sequence[Node]) -> str:
 
 def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
     """Put the budget and the saved values, in words, into a plan."""
-    base, followed = without_own_regions(program, plan)
+    base, followed = planned_form(program, plan)
     folded, bare = in_slices(base, followed)
     named = {name: name_pieces(found, folded.graph) for name in ("timeline", "plain_timeline")
              if (found := getattr(plan, name)) is not None}  # fmt: skip
@@ -235,6 +235,8 @@ def note(program: Program, plan: Plan) -> str:
         notes += ["The result is no scalar loss: the gradient planned for is that of all its floating-point results."]
     if plan.opened_regions:
         notes += [f"Regions of the function's own (jax.checkpoint) that were planned anew: {plan.opened_regions}."]
+    if plan.clones:
+        notes += [f"Runs recomputed for a gradient inside the function: {len(plan.clones)}."]
     return " ".join(notes)
 
 

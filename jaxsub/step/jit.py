@@ -114,10 +114,10 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: AnyMemory | None = Non
 
     With `memory`, the `sublinear` functions inside the step are given plans with which the whole step fits: its
     arguments, outputs and temporaries on one device, without the outputs that reuse a donated argument, as the
-    compiler reports them. A function with a budget of its own keeps to it, one with none is left as it is where the
-    step fits. Without `memory` it is `jax.jit`, but for an option without which JAX 0.10 to 0.11.0 would merge
-    recomputation away on the CPU. JAX takes it of the outermost `jit` alone: round a `scan` or a `grad` of a step put
-    another `jaxsub.jit`.
+    compiler reports them. A function with a budget of its own keeps to it, one with none recomputes nothing where the
+    step fits so; its own `jax.checkpoint` regions are opened. Without `memory` it is `jax.jit`, but for an option
+    without which JAX 0.10 to 0.11.0 would merge recomputation away on the CPU. JAX takes it of the outermost `jit`
+    alone: round a `scan` or a `grad` of a step put another `jaxsub.jit`.
 
     Args:
         fun: The function, usually a whole train step. Left out, a decorator is returned.

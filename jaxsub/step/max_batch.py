@@ -18,6 +18,7 @@ from jaxsub.core.errors import BudgetError, InfeasibleBudgetError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import carried_over
+from jaxsub.emission.forms import numbering
 from jaxsub.search.bracket import largest
 from jaxsub.search.call_sites import Trial
 from jaxsub.search.progress import Progress, say
@@ -147,20 +148,21 @@ class _Batches:
         """Find the plans that need least."""
         step, args = self._step(batch)
         sizing = step.sizing(args, {}, self.told)
-        self.least = list(sizing.least().plans.values()) if sizing.ladders else []
+        self.least = list(sizing.least().plans.values()) if sizing.ways[0] else []
 
     def least_bytes(self, batch: int) -> int:
         """What the step takes under the plans that need least, carried over where the program is of the same form."""
         step, args = self._step(batch)
         sites = step.find(args, {})
+        programs = [numbering(s.program, p) for s, p in zip(sites.values(), self.least, strict=False)]
         alike = len(sites) == len(self.least) and all(
-            len(site.program.eqns) == plan.n_traced for site, plan in zip(sites.values(), self.least, strict=True)
+            len(program.eqns) == plan.n_traced for program, plan in zip(programs, self.least, strict=True)
         )
         if not alike:
             return step.sizing(args, {}, self.told).least().measurement.step_bytes
         plans = {}
-        for (key, site), plan in zip(sites.items(), self.least, strict=True):
-            slices = tuple(carried_over(site.program, run) for run in plan.slices)
+        for key, program, plan in zip(sites, programs, self.least, strict=True):
+            slices = tuple(carried_over(program, run) for run in plan.slices)
             plans[key] = plan.replace(fingerprint=key, slices=slices)
         self.told(f"the whole step, batch {batch}")
         return step.compile(Trial(get_target(self.target), plans), args, {}).measurement.step_bytes

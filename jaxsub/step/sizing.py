@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxsub.core.budget import Budget
+from jaxsub.core.decisions import Form
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
@@ -22,16 +24,20 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target
+from jaxsub.emission.forms import program_in
+from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr.shardings import gathered_bytes
+from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.candidates import Candidates, Partition
+from jaxsub.search.forms import added_flops, forms_of, in_form
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.propagated import shares_of
-from jaxsub.search.slice_search import best_in_slices, cost_of
-from jaxsub.search.verify import cut_choices, usual_choices
+from jaxsub.search.slice_search import best_in_slices, cost_of, is_slow
+from jaxsub.search.verify import cut_choices, untouched, usual_choices
 from jaxsub.step.fused_update import Findings
 
 
@@ -60,19 +66,32 @@ class Attempt:
 
     @property
     def extra_flops(self) -> float:
-        """Predicted recompute of all its functions, and the time in which slices move weights again as FLOPs."""
-        return sum(_extra_flops(plan) * self.trial.calls[key] for key, plan in self.plans.items())
+        """Recompute of all its functions, own regions' too, and the time in which slices move weights, as FLOPs."""
+        return sum(_extra_flops(plan, self.trial.sites[key]) * self.trial.calls[key]
+                   for key, plan in self.plans.items())  # fmt: skip
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether runs in slices of its functions are slow."""
+        pairs = ((self.trial.sites[key].program, plan) for key, plan in self.plans.items() if plan.slices)
+        return any(is_slow(program_in(program, plan), self.trial.target, plan.slices) for program, plan in pairs)
 
 
 @dataclass(slots=True, eq=False)
 class Ladder:
-    """Plans of one function from its own down to the least."""
+    """Plans of one function from its own down to the least.
+
+    In another form than that of its own plan it begins with the function in that form.
+    """
 
     site: CallSite
     target: Target
     store: Store | None
     progress: Callable[[str], None]
     may_slice: bool
+    form: Form
+    program: Program = field(init=False)
+    own: Plan = field(init=False)
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
@@ -80,7 +99,9 @@ class Ladder:
     planning: Planning | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        program, settings = self.site.program, self.site.settings
+        settings = self.site.settings
+        self.program = program = program_in(self.site.program, self.form)
+        self.own = self.site.own if self.form == _form_of(self.site.own) else self._of_site(untouched(program))
         gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
         self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares_of(program, self.target),
                              gathered, settings.offload)  # fmt: skip
@@ -92,42 +113,52 @@ class Ladder:
     def top_bytes(self) -> int:
         """What the function's own plan is predicted to need."""
         with self.site.axes():
-            own = self.site.own.prediction or self.candidates.plain().prediction
+            own = self.own.prediction or self.candidates.plain().prediction
         return own.temp_bytes if own is not None else 0
+
+    def _of_site(self, plan: Plan) -> Plan:
+        """A plan of the program as one of the function."""
+        return in_form(self.site.program, self.form, plan)
 
     def at(self, n_bytes: float) -> Plan:
         """The best plan within so many bytes, or the least."""
         if n_bytes >= self.top_bytes:
-            return self.site.own
+            return self.own
         with self.site.axes():
             if self.chosen is None:
                 self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
-            plan = self.candidates.plan(self.chosen, n_bytes)
+            plan = self._of_site(self.candidates.plan(self.chosen, n_bytes))
             if predicted_bytes(plan) <= n_bytes and recomputed_share(plan) <= TUNING.little_recompute:
                 return plan
             plans = [plan, *self._in_slices(max(1, int(n_bytes)))]
         fitting = [plan for plan in plans if predicted_bytes(plan) <= n_bytes]
-        return min(fitting, key=cost_of) if fitting else min(plans, key=predicted_bytes)
+        return min(fitting, key=self._cost) if fitting else min(plans, key=predicted_bytes)
+
+    def _cost(self, plan: Plan) -> tuple[bool, float]:
+        """What a plan costs: slices that are slow come last."""
+        return is_slow(self.program, self.target, plan.slices), cost_of(plan)
 
     def _in_slices(self, n_bytes: int) -> list[Plan]:
         """The best plan with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
-        program, settings = self.site.program, self.site.settings
+        program, settings = self.program, self.site.settings
         if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
             return []
         if self.planning is None:
             self.planning = Planning(settings, self.target, self.store, self.progress)
         plan = best_in_slices(program, self.target, n_bytes, self.planning.whole)
-        return [] if plan is None else [plan]
+        return [] if plan is None else [self._of_site(plan)]
 
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            return [*(self.candidates.plan(cuts, 1) for cuts in self.cuts), *self._in_slices(1)]
+            whole = (self._of_site(self.candidates.plan(cuts, 1)) for cuts in self.cuts)
+            return [*whole, *self._in_slices(1)]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
         with self.site.axes():
-            return self.candidates.natural(usual_choices(self.site.program, self.cuts, self.site.settings.planner))
+            choices = usual_choices(self.program, self.cuts, self.site.settings.planner)
+            return self._of_site(self.candidates.natural(choices))
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +174,8 @@ class Sizing:
         is_spread: Whether the step runs on several devices: then only functions whose shardings are known run in
             slices.
         attempts: All that was compiled.
-        ladders: The plans of every function that may be planned.
+        ways: The plans of every function that may be planned, by fingerprint: of those that may be planned in several
+            forms, in the first, then in the second and so on.
     """
 
     first: Attempt
@@ -153,16 +185,27 @@ class Sizing:
     progress: Callable[[str], None]
     is_spread: bool = False
     attempts: dict[Any, Attempt] = field(init=False)
-    ladders: dict[str, Ladder] = field(init=False)
+    ways: list[dict[str, Ladder]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempts = {_shape(self.first.plans): self.first}
         sized = {key: site for key, site in self.first.trial.sites.items() if site.is_sized}
-        asked = self.target, self.store, self.progress
-        self.ladders = {
-            key: Ladder(site, *asked, may_slice=site.program.is_sharded or not self.is_spread)
-            for key, site in sized.items()
-        }
+        forms = {key: _forms(site) for key, site in sized.items()}
+        most = max(map(len, forms.values()), default=1)
+        self.ways = [
+            {key: self._ladder(site, forms[key][min(n, len(forms[key]) - 1)]) for key, site in sized.items()}
+            for n in range(most)
+        ]
+
+    def _ladder(self, site: CallSite, form: Form) -> Ladder:
+        """The plans of a function in a form: with its own regions as they are nothing runs in slices."""
+        is_last = form.opened_regions < n_own_regions(site.program)
+        may_slice = not (is_last or self._is_unknown(site))
+        return Ladder(site, self.target, self.store, self.progress, may_slice, form)
+
+    def _is_unknown(self, site: CallSite) -> bool:
+        """Whether the step runs on several devices, and nothing says how the arguments of a function are split."""
+        return self.is_spread and not site.program.is_sharded
 
     def attempt(self, plans: Mapping[str, Plan]) -> Attempt:
         """Compile the step under plans, unless that was done before."""
@@ -173,27 +216,33 @@ class Sizing:
 
     def run(self, n_bytes: int) -> Attempt | None:
         """Find the plans with which the step fits in so many bytes of a device and recomputes least, or `None`."""
-        if self._fits(self.first, n_bytes):
+        if self._fits(self.first, n_bytes) and all(ladder.own is ladder.site.own for ladder in self.ways[0].values()):
             return self.first
-        if not self.ladders:
-            return None
-        self._search(n_bytes)
-        best = self._best(n_bytes)
-        if best is None:
-            for plans in self._least_plans():
-                self.attempt(plans)
-            return self._best(n_bytes)
-        self._relax(best, n_bytes)
+        for ladders in self.ways if self.ways[0] else ():
+            if (best := self._best(n_bytes)) is not None and best.extra_flops <= self._added_flops(ladders):
+                continue
+            self._search(ladders, n_bytes)
+            best = self._best(n_bytes)
+            if best is None or best.is_slow:
+                for plans in _least_plans(ladders):
+                    self.attempt(plans)
+            if best is not None:
+                self._relax(ladders, best, n_bytes)
         return self._best(n_bytes)
+
+    def _added_flops(self, ladders: Mapping[str, Ladder]) -> float:
+        """What the forms that functions are planned in add, whatever their plans are."""
+        calls = self.first.trial.calls
+        return sum(added_flops(own.site.program, own.form) * calls[key] for key, own in ladders.items())
 
     def unknown_shardings(self) -> list[str]:
         """Functions that may run in slices if only it were known how their arguments are split over the devices."""
-        sites = [ladder.site for ladder in self.ladders.values() if not ladder.may_slice]
+        sites = [ladder.site for ladder in self.ways[0].values() if self._is_unknown(ladder.site)]
         return [site.name for site in sites if may_be_sliced(site.program, site.settings)]
 
     def least(self) -> Attempt:
         """What needs least of all that is tried whatever the budget is."""
-        tried = [self.first, *(self.attempt(plans) for plans in self._least_plans())]
+        tried = [self.first, *(self.attempt(plans) for ladders in self.ways for plans in _least_plans(ladders))]
         return min(tried, key=lambda a: a.measurement.step_bytes)
 
     def _fits(self, attempt: Attempt, n_bytes: int) -> bool:
@@ -201,23 +250,26 @@ class Sizing:
 
     def _best(self, n_bytes: int) -> Attempt | None:
         fitting = [a for a in self.attempts.values() if self._fits(a, n_bytes)]
-        return min(fitting, key=lambda a: (a.extra_flops, a.measurement.step_bytes), default=None)
+        return min(fitting, key=lambda a: (a.is_slow, a.extra_flops, a.measurement.step_bytes), default=None)
 
-    def _search(self, n_bytes: int) -> None:
+    def _search(self, ladders: Mapping[str, Ladder], n_bytes: int) -> None:
         """Move the level until the step fits and leaves little."""
         given = self.first.measurement.step_bytes - self.first.measurement.temp_bytes
         budget = n_bytes - given
-        top = float(max(ladder.top_bytes for ladder in self.ladders.values()))
+        top = float(max(ladder.top_bytes for ladder in ladders.values()))
         if budget <= 0 or top <= 0:
             return
-        plain = self.first.measurement.temp_bytes
+        most, at_top = len(self.attempts) - 1 + TUNING.most_compiles, {key: own.own for key, own in ladders.items()}
+        is_far = any(ladder.form != Form() for ladder in ladders.values()) and top > TUNING.plain_far * budget
+        base = None if is_far else self.attempt(at_top)
+        plain = base.measurement.temp_bytes if base is not None else top
         # where functions are spread over devices, a level is worth another number of bytes
         bracket = Bracket(budget * (1 - TUNING.budget_margin), slope=1.0 if plain >= TUNING.same_step * top else None)
         bracket.add(top, plain)
-        level, seen = max(1.0, bracket.following() or top), {id(self.first)}
-        while len(self.attempts) < TUNING.most_compiles:
-            plans = {key: ladder.at(level) for key, ladder in self.ladders.items()}
-            planned = (plan for key, plan in plans.items() if plan is not self.ladders[key].site.own)
+        level, seen = max(1.0, bracket.following() or top), {id(base)}
+        while len(self.attempts) < most and (base is None or not self._fits(base, n_bytes)):
+            plans = {key: ladder.at(level) for key, ladder in ladders.items()}
+            planned = (plan for key, plan in plans.items() if plan is not ladders[key].own)
             level = max(level, 1.0, *map(predicted_bytes, planned))
             found = self.attempt(plans)
             if id(found) in seen:
@@ -233,30 +285,42 @@ class Sizing:
                 break
             level = max(1.0, following)
 
-    def _least_plans(self) -> Iterator[dict[str, Plan]]:
-        """Every function at its least, on each partition, and at what is usual: weights' gradients may hold more."""
-        ladders = self.ladders.items()
-        least = {key: ladder.least() for key, ladder in ladders}
-        for number in range(max((len(plans) for plans in least.values()), default=0)):
-            yield {key: plans[min(number, len(plans) - 1)] for key, plans in least.items()}
-        if ladders:
-            yield {key: ladder.usual() for key, ladder in ladders}
-
-    def _relax(self, best: Attempt, n_bytes: int) -> None:
+    def _relax(self, ladders: Mapping[str, Ladder], best: Attempt, n_bytes: int) -> None:
         """Give each function its own plan back where that spares enough and the step still fits, costliest first."""
-        if len(self.ladders) == 1:
+        if len(ladders) == 1:
             return
         plans = dict(best.plans)
-        cost = {key: _extra_flops(plan) for key, plan in plans.items()}
+        cost = {key: _extra_flops(plan, ladders[key].site) for key, plan in plans.items() if key in ladders}
         least = TUNING.compile_gain * _forward_flops(plans)
-        for key in sorted(self.ladders, key=lambda key: -cost[key]):
-            relaxed = {**plans, key: self.ladders[key].site.own}
+        for key in sorted(ladders, key=lambda key: -cost[key]):
+            relaxed = {**plans, key: ladders[key].own}
             if cost[key] > least and self._fits(self.attempt(relaxed), n_bytes):
                 plans = relaxed
 
 
-def _extra_flops(plan: Plan) -> float:
-    return cost_of(plan) * max(plan.prediction.forward_flops, 1.0) if plan.prediction is not None else 0.0
+def _least_plans(ladders: Mapping[str, Ladder]) -> Iterator[dict[str, Plan]]:
+    """Every function at its least, on each partition, and at what is usual: weights' gradients may hold more."""
+    least = {key: ladder.least() for key, ladder in ladders.items()}
+    for number in range(max((len(plans) for plans in least.values()), default=0)):
+        yield {key: plans[min(number, len(plans) - 1)] for key, plans in least.items()}
+    if ladders:
+        yield {key: ladder.usual() for key, ladder in ladders.items()}
+
+
+def _form_of(plan: Plan) -> Form:
+    return Form(plan.opened_regions, plan.clones)
+
+
+def _forms(site: CallSite) -> tuple[Form, ...]:
+    """The forms to plan a function in: where it has a budget of its own, first the one that is best within it."""
+    forms = forms_of(site.program)
+    return forms if site.settings.budget == Budget() else tuple(dict.fromkeys((_form_of(site.own), *forms)))
+
+
+def _extra_flops(plan: Plan, site: CallSite) -> float:
+    kept = added_flops(site.program, Form(plan.opened_regions))
+    forward_flops = plan.prediction.forward_flops if plan.prediction else sum(n.flops for n in site.program.graph.nodes)
+    return kept + cost_of(plan) * max(forward_flops, 1.0)
 
 
 def _forward_flops(plans: Mapping[str, Plan]) -> float:

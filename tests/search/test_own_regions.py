@@ -126,6 +126,26 @@ def test_a_policy_cannot_open_them():
         planned(unrolled(jax.checkpoint(layer)), 1.0).to_policy()
 
 
+@pytest.mark.parametrize("form", ["unrolled", "in a branch in a scan"])
+def test_a_frontier_is_that_of_the_function_without_them(form):
+    loss, plain = (FORMS[form](f) for f in (jax.checkpoint(layer), layer))
+    mine, other = (jaxsub.frontier(f, PARAMS, X, points=4, chunks=False, cache=False) for f in (loss, plain))
+    for a, b in zip((*mine.points, *mine.others), (*other.points, *other.others), strict=True):
+        assert (a.name, a.temp_bytes, a.extra) == (b.name, b.temp_bytes, b.extra)
+    assert all(plan.opened_regions for plan in mine.plans)
+    found = jaxsub.jit(jax.grad(jaxsub.sublinear(loss, plan=mine.plans[1])))(PARAMS, X)
+    chex.assert_trees_all_close(found, jax.jit(jax.grad(plain))(PARAMS, X), rtol=1e-4, atol=1e-5)
+
+
+def test_the_plans_of_a_frontier_are_measured_without_them():
+    loss = unrolled(jax.checkpoint(layer))
+    found = jaxsub.frontier(loss, PARAMS, X, points=3, verify=True, chunks=False, cache=False)
+    now = jaxsub.measure(loss, PARAMS, X).temp_bytes
+    for plan in found.plans:
+        needed = jaxsub.measure(jaxsub.sublinear(loss, plan=plan), PARAMS, X).temp_bytes
+        assert (plan.measurement.temp_bytes, plan.plain_measurement.temp_bytes) == (needed, now)
+
+
 def test_without_a_budget_they_stay():
     assert planned(unrolled(jax.checkpoint(layer)), None).opened_regions == 0
 

@@ -66,3 +66,26 @@ def test_the_largest_batch_uses_slices():
     assert found.planned >= 8 * found.plain
     assert found.report.sites[0].plan.slices
     assert found.report.step_bytes <= MEMORY
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3])
+def test_convolutions_run_in_slices_on_a_cpu_where_nothing_else_fits(share):
+    """In a loop they take many times as long there."""
+
+    def convolutions(ws, x):
+        for w in ws:
+            h = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = x + jax.nn.silu(h) * jax.nn.sigmoid(h)
+        return (x**2).mean()
+
+    def step(ws, x):
+        return jax.tree.map(
+            lambda w, g: w - 0.1 * g, ws, jax.grad(jaxsub.sublinear(convolutions, progress=False))(ws, x)
+        )
+
+    args = [jnp.full((3, 3, 16, 16), 0.01)] * 8, jnp.ones((16, 32, 32, 16))
+    plain = jaxsub.measure(convolutions, *args)
+    memory = plain.step_bytes - int((1 - share) * plain.temp_bytes)
+    report = jaxsub.jit(step, memory=memory, donate_argnums=0, progress=False).report(*args)
+    assert report.step_bytes <= memory
+    assert not report.sites[0].plan.slices
