@@ -34,24 +34,26 @@ def find_clones(graph: Graph) -> tuple[Clone, ...]:
         [(1, 4), (4, 7), (7, 10), (10, 13)]
     """
     curve = live_bytes(graph)
-    return tuple(
-        clone for low, top, high in _hills(curve, 0, len(curve)) for clone in _clones(graph, curve, low, top, high)
-    )
+    costly = np.cumsum([0, *(node.is_costly for node in graph.nodes)])
+    hills = [hill for hill in _hills(curve) if costly[hill[1]] - costly[hill[0]] >= TUNING.few_costly]
+    clones = sorted((c for hill in hills for c in _clones(graph, curve, *hill)), key=lambda clone: clone.start)
+    return tuple(clones) if len(clones) > 1 else ()  # one layer alone, such as one skip connection's, is no gradient
 
 
-def _hills(curve: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """The highest hill between two positions, as its start, top and end, and others at least half as high beside it.
+def _hills(curve: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """The start, top and end of the highest hill, and of others at least half as high.
 
-    Between two hills there is a valley half as deep as the lower one.
+    Between two of them there is a valley at most half as high as the lower one.
     """
-    top, least = low + int(curve[low:high].argmax()), int(curve[low:high].max()) // 2
-    left, right = _valley(curve[low : top + 1][::-1], least), _valley(curve[top:high], least)
-    start, end = low if left is None else top - left, high if right is None else top + right
-    if start > low:
-        yield from _hills(curve, low, start)
-    yield start, top, end
-    if end < high:
-        yield from _hills(curve, end, high)
+    between, highest = [(0, len(curve))], curve.max()
+    while between:
+        low, high = between.pop()
+        top, least = low + int(curve[low:high].argmax()), int(curve[low:high].max()) // 2
+        left, right = _valley(curve[low : top + 1][::-1], least), _valley(curve[top:high], least)
+        start, end = low if left is None else top - left, high if right is None else top + right
+        between += [(a, b) for a, b in ((low, start), (end, high)) if a < b]
+        if 2 * curve[top] >= highest:
+            yield start, top, end
 
 
 def _valley(curve: np.ndarray, least: int) -> int | None:

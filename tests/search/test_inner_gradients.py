@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jaxsub
 from jaxsub.core.decisions import Form
 from jaxsub.core.figures import recomputed_share
+from jaxsub.core.graph import graph_of
 from jaxsub.core.plan import Plan
 from jaxsub.emission.clones import with_clones
 from jaxsub.jaxpr.flops import jaxpr_flops
@@ -132,6 +133,14 @@ def test_what_is_made_again_changes_no_value_and_no_derivative(name):
 def test_other_functions_have_nothing_to_make_again(name):
     assert find_clones(traced(ORDINARY[name]).graph) == ()
     assert forms_of(traced(ORDINARY[name])) == (Form(),)
+
+
+def test_layers_without_number_have_nothing_to_recompute():
+    """What each layer works with is a hill of its own."""
+    layers = [("matmul", [0], [1]), ("matmul", [1], [64])]
+    for i in range(1, 2000):
+        layers += [("matmul", [2 * i], [1]), ("matmul", [2 * i + 1], [64])]
+    assert find_clones(graph_of(layers, 1, [len(layers)], input_bytes=[1])) == ()
 
 
 @settings(max_examples=5, deadline=None)
