@@ -210,13 +210,18 @@ def _weight(program: Program, within: Sequence[tuple[int, int]]) -> float:
 
 
 def _label(program: Program, start: int, stop: int) -> str:
-    """What a run is called: the whole function if that is a loss, or the scope or the line of its widest value."""
-    nodes = program.graph.nodes[start:stop]
-    if stop - start == len(program.graph.nodes) and program.loss is not None:
+    """What a run is called: the whole function, or most of it, if that is a loss, or by the scope of its widest value.
+
+    `jax.numpy.einsum` has a scope of its own, which says less than that round it; without a scope a line is named.
+    """
+    nodes, n_all = program.graph.nodes[start:stop], len(program.graph.nodes)
+    if len(nodes) == n_all and program.loss is not None:
         return "whole function"
     widest = max(nodes, key=lambda node: sum(program.graph.values[v].n_bytes for v in node.outputs))
-    if widest.scope:
-        return widest.scope.split("/")[-1]
+    if scopes := [scope for scope in widest.scope.split("/") if scope and "->" not in scope]:
+        n_inside = sum(scopes[-1] in node.scope.split("/") for node in nodes)
+        is_part = 2 * n_inside < len(nodes) and 2 * len(nodes) > n_all and program.loss is not None
+        return "most of the function" if is_part else scopes[-1]
     kind = "head" if stop == len(program.graph.nodes) and program.loss is not None else "run"
     return f"{kind} at {widest.source}" if widest.source else kind
 
