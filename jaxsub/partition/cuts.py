@@ -68,8 +68,8 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
 
     XLA fuses an elementwise value into its consumers. Where such a value crosses a cut it is materialised instead of
     its operands, which is worse if the operands are smaller. The f32 copy of bf16 logits, or their exponentials, are
-    materialised only if a cut is between the product that makes the logits and the sums over them. A value that is
-    read behind the next product, as a scale that is computed first and read last, is no reason against any cut but one.
+    materialised only if a cut is between the product that makes the logits and the sums over them. What is little
+    beside all that crosses, as a scale that is computed first and read last, is no reason against a cut.
 
     Example:
         >>> from jaxsub.core.graph import graph_of
@@ -79,7 +79,7 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
         [1]
     """
     last, skip = graph.last_uses(), graph.weights() | graph.output_set()
-    crossing, fresh, seen, kept, at = set[int](), set[int](), set[int](), list[int](), 0
+    crossing, fresh, kept, at = set[int](), set[int](), list[int](), 0
     ends: dict[int, list[int]] = {}
     for position in positions:
         for node in graph.nodes[at:position]:
@@ -90,9 +90,7 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
             over = ends.pop(node.index, ())
             crossing.difference_update(over)
             fresh.difference_update(over)
-        made = graph.first_value(max((n.index for n in graph.nodes[at:position] if n.is_costly), default=0))
         at = position
-        fresh, seen = fresh - {v for v in seen if v < made}, set(fresh)
         fused = [v for v in fresh if _is_fused(graph, v)]
         more = sum(graph.values[v].n_bytes for v in fused) - _made_of(graph, fused, (crossing, skip))
         if more <= 0 or more <= TUNING.little_share * sum(graph.values[v].n_bytes for v in crossing):

@@ -114,24 +114,24 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -
     if most.total <= n_bytes:
         return most
     one = program_of_slice(program, runs[0])
-    beside = most.total - needed_bytes(whole(one, Budget(NO_LIMIT), True))  # what all need beside one slice
-    best: _Tried | None = None
-    low, high = 0, NO_LIMIT  # what a slice was asked to need that fits, and that does not
+    most = replace(most, needed=needed_bytes(whole(one, Budget(NO_LIMIT), True)))
+    least = planned(most.needed - (most.total - n_bytes))
+    if least.total > n_bytes:
+        most, least = least, planned(1)
+    low, is_same = least.needed, False
     for _ in range(TUNING.slice_corrections):
-        asked = n_bytes - beside
-        asked = asked if low < asked < high else (low + high) // 2
-        found = planned(asked)
-        beside = found.total - found.needed
-        if found.total > n_bytes:
-            if found.needed > asked:  # a slice cannot need less
-                return best or found
-            high = asked
-            continue
-        is_no_better = best is not None and best.extra_share - found.extra_share < TUNING.compile_gain
-        best, low = found, asked
-        if is_no_better or found.total > n_bytes / TUNING.prediction_error:
+        is_near = least.total > n_bytes / TUNING.prediction_error
+        if is_near or least.extra_share - most.extra_share < TUNING.compile_gain:
             break
-    return best or planned(1)
+        share = 0.5 if is_same else (n_bytes - least.total) / max(1, most.total - least.total)
+        asked = low + int(share * (most.needed - low))
+        found = planned(asked)
+        is_same = found.runs == least.runs
+        if found.total > n_bytes:
+            most = found
+        else:
+            least, low = found, asked
+    return least
 
 
 def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:

@@ -28,7 +28,6 @@ def scaled(made, is_first):
 MADE = {
     "a temperature": lambda params: jnp.exp(params["scale"]),
     "a product of weights": lambda params: (params["layers"][0] * params["layers"][1])[:1] * 2,
-    "a mask of an input's size": lambda params: jnp.tile(jnp.exp(params["scale"]), (512, 128)),
 }
 
 
