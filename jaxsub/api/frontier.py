@@ -24,11 +24,12 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.folding import in_slices
 from jaxsub.emission.forms import program_in
+from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.trace import with_own_settings
 from jaxsub.planners import get
 from jaxsub.search.annotate import opened
-from jaxsub.search.forms import forms_of, in_form
+from jaxsub.search.forms import in_form
 from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
 from jaxsub.search.pipeline import Settings, may_be_sliced
 from jaxsub.search.slicing import Chunks
@@ -168,7 +169,7 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
                 chunks: Chunks = False) -> Frontier:  # fmt: skip
     """The frontier of a program whose stages a pricer prices; regions of its own are opened."""
     program, store, plain = pricer.program, pricer.store, None
-    form = forms_of(program)[0]
+    form = Form(n_own_regions(program))
     bare = replace(pricer, program=program_in(program, form)) if form != Form() else pricer
     plans = [candidate.make() for candidate in spread(at_every_budget(bare, chunks), points)]
     chain = bare.chain(cut_choices(bare.program)[0])

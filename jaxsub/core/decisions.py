@@ -121,8 +121,8 @@ class Slices:
 class Clone:
     """A run of the function's equations that is recomputed in front of a later equation.
 
-    A function may take a gradient itself, as of an energy. What the backward pass of that reads of the forward pass is
-    then recomputed, as XLA's rematerialisation clones instructions, and so not live in between.
+    A function may take a gradient itself: forces are the gradient of an energy. What the inner backward pass reads is
+    then recomputed right before, as XLA's rematerialisation clones instructions, and not live since the forward pass.
 
     Attributes:
         start: Its first node, counted in the function without clones.

@@ -32,7 +32,7 @@ def best_of_forms(program: Program, planned: Callable[[Program], Plan], is_far: 
     Args:
         program: The program.
         planned: Plans it in a form.
-        is_far: Whether it is predicted to need far more in a form than the budget: that comes after others.
+        is_far: Whether a form is predicted to need far more than the budget: such a form comes after the others.
 
     Raises:
         InfeasibleBudgetError: If it fits in no form; it names the lowest least.
@@ -57,7 +57,7 @@ def best_of_forms(program: Program, planned: Callable[[Program], Plan], is_far: 
 
 @remembered
 def forms_of(program: Program) -> tuple[Form, ...]:
-    """The forms to plan a program in, the first one first: in it only what a plan says is recomputed."""
+    """The forms to plan a program in; in the first one only what a plan says is recomputed."""
     return tuple(_forms_of(program))
 
 

@@ -329,4 +329,4 @@ def _forward_flops(plans: Mapping[str, Plan]) -> float:
 
 def _shape(plans: Mapping[str, Plan]) -> Any:
     """What of plans decides what is compiled."""
-    return tuple((key, p.opened_regions, p.slices, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))
+    return tuple((key, _form_of(p), p.slices, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))

@@ -1,13 +1,12 @@
 """Regions of the function's own: opened and planned anew, or left as they stand where that is better."""
 
-from operator import itemgetter
-
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from layers import scanned, unrolled
 
 import jaxsub
 from jaxsub.core.figures import recomputed_share
@@ -23,19 +22,6 @@ SAVING_DOTS = jax.checkpoint_policies.dots_saveable
 
 def layer(x, p):
     return x + jnp.tanh(checkpoint_name(jax.nn.gelu(x @ p["up"]), "hidden") @ p["down"])
-
-
-def unrolled(f):
-    def loss(params, x):
-        for i in range(DEPTH):
-            x = f(x, jax.tree.map(itemgetter(i), params))
-        return (x**2).mean()
-
-    return loss
-
-
-def scanned(f):
-    return lambda params, x: (lax.scan(lambda x, p: (f(x, p), None), x, params)[0] ** 2).mean()
 
 
 def branching(f):

@@ -1,14 +1,13 @@
 """Steps whose functions have `jax.checkpoint` regions of their own: planned anew where that recomputes less."""
 
 import functools
-from operator import itemgetter
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
+from layers import scanned, unrolled
 
 import jaxsub
 from jaxsub.core.step_plan import StepPlan
@@ -20,19 +19,6 @@ DONATED = {"donate_argnums": (0, 1), "progress": False, "fuse_updates": False}
 
 def layer(x, p):
     return x + jnp.tanh(jax.nn.gelu(x @ p["up"]) @ p["down"])
-
-
-def unrolled(f):
-    def loss(params, x):
-        for i in range(DEPTH):
-            x = f(x, jax.tree.map(itemgetter(i), params))
-        return (x**2).mean()
-
-    return loss
-
-
-def scanned(f):
-    return lambda params, x: (lax.scan(lambda x, p: (f(x, p), None), x, params)[0] ** 2).mean()
 
 
 FORMS = {"unrolled": unrolled, "in a scan": scanned}
