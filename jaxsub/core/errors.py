@@ -7,6 +7,7 @@ do next. All of them derive from `JaxsubError` and from the built-in exception a
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from typing import Any
 
 from jaxsub.core.measurement import Measurement
@@ -30,13 +31,22 @@ class InfeasibleBudgetError(JaxsubError, ValueError):
         requested_bytes: The budget asked for, in bytes.
         least_bytes: The least budget that is known to work, in bytes; asking for it succeeds.
         holders: The values that hold the peak, largest first, as lines of text.
+        plan: The `jaxsub.Plan` that needs so little; `None` where none was measured, or a whole step was refused.
     """
 
-    def __init__(self, message: str, *, requested_bytes: int, least_bytes: int, holders: tuple[str, ...] = ()):
+    def __init__(self, message: str, *, requested_bytes: int, least_bytes: int, holders: tuple[str, ...] = (),
+                 plan: Any = None):  # fmt: skip
         super().__init__(message)
         self.requested_bytes = requested_bytes
         self.least_bytes = least_bytes
         self.holders = holders
+        self.plan = plan
+
+    def with_plan(self, change: Callable[[Any], Any]) -> InfeasibleBudgetError:
+        """The same of a function around the one that was refused: `change` makes its plan of this one's."""
+        plan = None if self.plan is None else change(self.plan)
+        return InfeasibleBudgetError(str(self), requested_bytes=self.requested_bytes, least_bytes=self.least_bytes,
+                                     holders=self.holders, plan=plan)  # fmt: skip
 
 
 class UnsupportedError(JaxsubError, NotImplementedError):

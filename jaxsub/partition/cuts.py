@@ -85,22 +85,22 @@ def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:
         for node in graph.nodes[at:position]:
             for v in (v for v in node.outputs if v not in skip and last[v] > node.index):
                 crossing.add(v)
-                fresh.add(v)
+                if node.primitive in FUSED:
+                    fresh.add(v)
                 ends.setdefault(last[v], []).append(v)
             over = ends.pop(node.index, ())
             crossing.difference_update(over)
             fresh.difference_update(over)
         at = position
-        fused = [v for v in fresh if _is_fused(graph, v)]
-        more = sum(graph.values[v].n_bytes for v in fused) - _made_of(graph, fused, (crossing, skip))
+        more = sum(graph.values[v].n_bytes for v in fresh) - _made_of(graph, fresh, crossing, skip)
         if more <= 0 or more <= TUNING.little_share * sum(graph.values[v].n_bytes for v in crossing):
             kept.append(position)
             fresh.clear()  # a value that crosses a cut is materialised there, once
     return kept
 
 
-def _made_of(graph: Graph, fused: Sequence[int], free: Sequence[Collection[int]]) -> int:
-    """Sum the bytes of the materialised operands of fused values, `free` ones left out.
+def _made_of(graph: Graph, fused: Collection[int], crossing: Collection[int], skip: Collection[int]) -> int:
+    """Sum the bytes of the materialised operands of fused values, those left out that cross anyway or take no room.
 
     The sum stops at the fused values' own bytes.
     """
@@ -109,7 +109,7 @@ def _made_of(graph: Graph, fused: Sequence[int], free: Sequence[Collection[int]]
     while stack and found < most:
         producer = graph.values[stack.pop()].producer
         for v in graph.nodes[producer].inputs if producer is not None else ():
-            if v in seen or any(v in some for some in free):
+            if v in seen or v in crossing or v in skip:
                 continue
             seen.add(v)
             if _is_fused(graph, v):

@@ -89,7 +89,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
     if search.best is None and known_share == math.inf:
         search.least()
         search.ease()
-    expected = said * min((1.0, *search.errors))  # as others were, it may be predicted too large
+    expected = said * min(search.errors, default=1.0)  # it may err as others do
     if plain.measurement is None and expected <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
@@ -123,9 +123,9 @@ class _Search:
     def error(self) -> float:
         """By what factor even the best of the predictions so far was too low; 1 where one was not.
 
-        Before there is any, that of other programs of the function, where one of them fits.
+        Before there is any, that of other programs of the function.
         """
-        return max(1.0, min(self.errors or (self.seen if self.known_share < math.inf else ()), default=1.0))
+        return max(1.0, min(self.errors or self.seen, default=1.0))
 
     @property
     def most_share(self) -> float:
@@ -185,7 +185,7 @@ class _Search:
         return self.verifier.expected_seconds(plan) <= left
 
     def try_(self, plan: Plan) -> Measurement:
-        """Measure a plan and keep it if it is the best that fits."""
+        """Measure a plan and keep it if it is the best that fits, or needs least."""
         measurement = self.verifier.measure(plan)
         plan = plan.replace(measurement=measurement)
         error = measurement.temp_bytes / max(predicted_bytes(plan), 1)
@@ -193,6 +193,8 @@ class _Search:
         self.seen.append(error)
         if measurement.temp_bytes <= self.budget_bytes and (self.best is None or is_better(plan, self.best)):
             self.best = plan
+        if self.least_seen is None or measurement.temp_bytes < _needed(self.least_seen):
+            self.least_seen = plan
         return measurement
 
     def by_hand_before(self, make: Callable[[], Sequence[Plan]], planned: Plan) -> None:
@@ -239,8 +241,6 @@ class _Search:
             plan = plan.replace(measurement=self.try_(plan))
             bracket.add(share * predicted_bytes(plan), _needed(plan))
             worst = max(worst, _needed(plan) / (share * predicted_bytes(plan)) - 1)
-            if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
-                self.least_seen = plan
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             is_near = 1.0 < _needed(plan) / self.budget_bytes <= 1 + TUNING.median_error
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
@@ -302,9 +302,7 @@ class _Search:
             if _regions(plan) in tried:  # what differs in barriers alone says the same
                 continue
             tried.append(_regions(plan))
-            plan = plan.replace(measurement=self.try_(plan))
-            if self.least_seen is None or _needed(plan) < _needed(self.least_seen):
-                self.least_seen = plan
+            self.try_(plan)
             if self.best is not None:
                 return
         if self._may_need_less(found[0][0]):
@@ -341,9 +339,7 @@ class _Search:
                 return
             asked = (low + least) // 2
             plan = self.candidates.plan(cuts, asked, TUNING.least_slack)
-            plan = plan.replace(measurement=self.try_(plan))
-            self.least_seen = plan if _needed(plan) < least else self.least_seen
-            low = asked if _needed(plan) > (1 - TUNING.between_gap) * least else low
+            low = asked if self.try_(plan).temp_bytes > (1 - TUNING.between_gap) * least else low
 
 
 def by_hand_error(target: Target) -> float:
@@ -400,6 +396,7 @@ def _infeasible(verifier: Verifier, least: Plan | None, plain: Plan, budget_byte
         requested_bytes=budget_bytes,
         least_bytes=least_bytes,
         holders=holders,
+        plan=least,
     )
 
 

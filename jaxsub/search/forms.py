@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 
@@ -47,7 +48,7 @@ def best_of_forms(program: Program, planned: Callable[[Program], Plan], is_far: 
         try:
             plan = in_form(program, form, planned(program_in(program, form)))
         except InfeasibleBudgetError as refused:
-            refusals.append(refused)
+            refusals.append(refused.with_plan(partial(in_form, program, form)))
             continue
         best = plan if best is None or _share(program, plan) < _share(program, best) else best
     if best is None:

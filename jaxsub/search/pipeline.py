@@ -43,7 +43,7 @@ from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
 from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.plan_cache import find_plan, find_refusal, plan_key, put_plan, put_refusal
+from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried_shares, shares_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
@@ -134,24 +134,40 @@ def _kept(program: Program, settings: Settings) -> Plan:
     planner, target, store = get(settings.planner), get_target(settings.target), open_store(settings.cache)
     if not target.is_present:
         only_mesh(program.shardings, target)
-    asked = replace(settings, planner="", target=None, cache=False, progress=False)
-    key = plan_key(program, planner, target, repr((asked, program.shardings))) if settings.mirror is None else None
-    if key is None:
+    asked = replace(settings, planner="", target=None, cache=False, progress=False, budget=Budget())
+    what = repr((asked, program.shardings))
+    keys = plan_keys(program, planner, target, what, settings.budget) if settings.mirror is None else ()
+    if not keys:
         return opened(program, _planned(program, settings, target, store), target, store)
+    key, least_key = keys
     if (refusal := find_refusal(store, key)) is not None:
         raise refusal
     is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
-    plan = find_plan(store, key, program, target if is_measured else None)
+    plan = _known(store, keys, program, target if is_measured else None, settings.budget)
+    if plan is not None and settings.progress:
+        say(f"found in the plan cache, {summary(plan)}", 0.0)
     if plan is None:
         try:
             plan = _planned(program, settings, target, store)
         except InfeasibleBudgetError as error:
-            put_refusal(store, key, error)
-            raise
+            plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
+            if plan is None:
+                put_refusal(store, key, least_key, program, error)
+                raise
+            if settings.progress:
+                say(f"met by the least plan of a budget that was refused before, {summary(plan)}", 0.0)
         put_plan(store, key, plan)
-    elif settings.progress:
-        say(f"found in the plan cache, {summary(plan)}", 0.0)
     return opened(program, plan, target, store)
+
+
+def _known(store: Store, keys: Sequence[str], program: Program, measured: Target | None, budget: Budget) -> Plan | None:
+    """The plan that is kept for a budget, or the least that a refusal named, where the budget is just that."""
+    key, least_key = keys
+    plan = find_plan(store, key, program, measured)
+    if plan is not None or measured is None or budget.n_bytes is None:
+        return plan
+    least = find_least(store, least_key, program, measured, budget.n_bytes)
+    return least if least is not None and _needed(least) > budget.n_bytes / (1 + TUNING.least_slack) else None
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
@@ -168,7 +184,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
                 is_last = settings.chunks == "auto" and has_forms and n_own_regions(program) > 0
                 return first.whole(p, budget, False) if is_last else first.best(p, budget)
             in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
-            return Planning(in_bytes, target, store, step).best(p, budget)
+            return Planning(in_bytes, target, store, step, first.prices).best(p, budget)
 
         def is_far(p: Program) -> bool:
             return budget.n_bytes is not None and first.is_far(p, budget.n_bytes)
@@ -197,8 +213,8 @@ class Planning:
     target: Target
     store: Store | None
     step: Callable[[str], None]
+    prices: Prices = field(default_factory=Prices)
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
-    prices: Prices = field(init=False, default_factory=Prices)
     first: Program | None = field(init=False, default=None)
     errors: list[float] = field(init=False, default_factory=list)
 
@@ -313,7 +329,11 @@ def _with_overrides(verifier: verifying.Verifier, plan: Plan, overrides: Mapping
 
 
 def _fits(plan: Plan, n_bytes: int) -> bool:
-    return plan.measurement is None or plan.measurement.temp_bytes <= n_bytes
+    return _needed(plan) <= n_bytes
+
+
+def _needed(plan: Plan) -> int:
+    return plan.measurement.temp_bytes if plan.measurement is not None else 0
 
 
 @with_own_settings

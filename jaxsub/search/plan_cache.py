@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
@@ -30,13 +31,25 @@ from jaxsub.search.belonging import plan_faults
 from jaxsub.search.verify import finish, measured_key, recalled
 
 
-def plan_key(program: Program, planner: Planner, target: Target, asked: str) -> str | None:
-    """The key of a plan, or `None` where the planner is not one of this package's; `asked` is what else was asked."""
+def plan_keys(program: Program, planner: Planner, target: Target, asked: str, budget: Budget) -> tuple[str, ...]:
+    """The keys of a plan for a budget, and of the one that needs least; `asked` is what else was asked.
+
+    Empty where the planner is not one of this package's.
+    """
     if not type(planner).__module__.startswith("jaxsub.planners."):
-        return None
+        return ()
     is_mapped = str(compat.names_axes(program.traced))
-    return key_of("made", code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint,
-                  constants_key(program), repr(planner), is_mapped, asked)  # fmt: skip
+    given = (code_digest(), of_jax(), target.name, target.spec or "", program.fingerprint, constants_key(program),
+             repr(planner), is_mapped, asked)  # fmt: skip
+    return key_of("made", *given, repr(budget)), key_of("least", *given)
+
+
+def find_least(store: Store, key: str, program: Program, target: Target, n_bytes: int) -> Plan | None:
+    """The plan that a refusal named as the least, where a budget has room for it."""
+    plan = find_plan(store, key, program, target)
+    if plan is None or plan.measurement is None or plan.measurement.temp_bytes > n_bytes:
+        return None
+    return plan.replace(budget=Budget(n_bytes))
 
 
 def put_plan(store: Store, key: str, plan: Plan) -> None:
@@ -84,20 +97,26 @@ class _Refusal:
     requested_bytes: int
     least_bytes: int
     holders: tuple[str, ...]
+    plan: Plan | None
 
 
-def put_refusal(store: Store, key: str, error: InfeasibleBudgetError) -> None:
-    """Keep that a budget was refused, and how."""
-    store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders)))
+def put_refusal(store: Store, key: str, least_key: str, program: Program, error: InfeasibleBudgetError) -> None:
+    """Keep that a budget was refused, and how; of the plans that need least the one that needs less."""
+    known: Plan | None = store.get(least_key, Plan)
+    is_less = known is None or known.measurement is None or error.least_bytes < known.measurement.temp_bytes
+    if error.plan is not None and error.plan.measurement is not None and is_less:
+        store.put(least_key, finish(program, error.plan, Budget(error.least_bytes)))
+    store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders),
+                                           error.plan))  # fmt: skip
 
 
 def find_refusal(store: Store, key: str) -> InfeasibleBudgetError | None:
     """The refusal that was kept under a key; `None` where there is none."""
     found: _Refusal | None = store.get(_refusal_key(key), _Refusal)
-    if found is None:
+    if found is None or (found.plan is not None and found.plan.faults()):
         return None
     return InfeasibleBudgetError(found.message, requested_bytes=found.requested_bytes, least_bytes=found.least_bytes,
-                                 holders=found.holders)  # fmt: skip
+                                 holders=found.holders, plan=found.plan)  # fmt: skip
 
 
 def _refusal_key(key: str) -> str:

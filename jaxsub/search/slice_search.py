@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import InfeasibleBudgetError
-from jaxsub.core.figures import recomputed_share
+from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
@@ -46,7 +46,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     search = _Search(program, target, budget, chunks is True, whole)
     search.run()
     if not search.plans:
-        raise search.refusal()
+        raise min((refused for refused, _ in search.refusals), key=lambda refused: refused.least_bytes)
     is_asked = chunks is True
     return min(
         search.plans,
@@ -89,6 +89,9 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     return search.planned(search.fewest_of(chosen, n_bytes, needed_bytes(plan), cost_of(plan)), search.budget)
 
 
+Places = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""Where runs are, in however many slices."""
+
 WHOLE: Runs = ()
 """No run in slices: the program as it stands."""
 
@@ -105,6 +108,8 @@ class _Search:
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
     predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
+    leasts: dict[Places, dict[int, int]] = field(init=False, default_factory=dict)
+    """Of runs that are predicted not to fit: the least, by how many slices they have together."""
 
     def run(self) -> None:
         """Plan what is predicted to recompute least: the program as it stands, or with a set of runs in slices."""
@@ -176,7 +181,19 @@ class _Search:
         """
         if self.plans:
             return self._least_cost() > TUNING.little_recompute and not self._is_far()
+        if any(runs for _, runs in self.refusals):
+            return self._said()[1] < max(TUNING.prediction_error * self.n_bytes, self._least_measured())
         return not self._is_far() or self._said()[1] < self._least_measured()
+
+    def _may_need_less(self, expected: float) -> bool:
+        """Whether runs in slices that are predicted not to fit may fit, or need less than all that was measured.
+
+        Where others were measured that is expected by how they erred; before, predictions may err as at worst.
+        """
+        if not any(runs for _, runs in self.refusals):
+            return expected < TUNING.prediction_error * self._least_measured()
+        most = max((1 + TUNING.packing) * self.n_bytes, (1 - TUNING.between_gap) * self._least_measured())
+        return expected < most
 
     def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
         """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
@@ -185,22 +202,37 @@ class _Search:
         for number, runs in enumerate(sets):
             is_slow_there = is_slow(self.program, self.target, runs)
             if not self.is_asked and (
-                (is_slow_there and self.plans) or known <= max(_least_gain(runs), fixed_cost(runs))
+                (is_slow_there and self.plans)
+                or known <= max(_least_gain(runs), fixed_cost(runs))
+                or self._is_in_vain(runs)
             ):
                 continue
             is_alike = bool(runs) and not self.is_asked and self._is_refused_alike(runs)
             if is_alike and not self._is_misjudged():
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
+            if not isinstance(found, Plan):
+                self.leasts.setdefault(_places(runs), {})[sum(run.count for run in runs)] = found.least_bytes
             if is_alike or not isinstance(found, Plan):
-                least = needed_or_least(found) / (TUNING.prediction_error * self._excess() if runs else 1.0)
-                if not self.plans and (least < self._least_measured() if runs else self._may_err()):
+                least = needed_or_least(found) / (self._excess() if runs else 1.0)
+                if not self.plans and (self._may_need_less(least) if runs else self._may_err()):
                     yield (True, False, 0.0, least), runs
                 continue
             share = round(cost_of(found) - (0.0 if runs else TUNING.compile_gain), 3)
             known = known if is_slow_there else min(known, share)
             if cost_of(found) < most or (self.is_asked and self._spares(found)):
                 yield (False, is_slow_there, share, number), runs
+
+    def _is_in_vain(self, runs: Runs) -> bool:
+        """Whether these runs need no less in slices than the program without, and in more slices no less than in few.
+
+        What holds the peak is elsewhere, and is there in any number of slices.
+        """
+        leasts = self.leasts.get(_places(runs), {})
+        if self.is_asked or len(leasts) < 2 or sum(run.count for run in runs) in leasts:
+            return False
+        fewest, most = leasts[min(leasts)], leasts[max(leasts)]
+        return most >= max((1 - TUNING.between_gap) * fewest, self._least_bytes(WHOLE))
 
     def _least_measured(self, of: Runs | None = None) -> float:
         """The least that was measured of what does not fit, with some runs in slices or any; infinite if nothing."""
@@ -213,7 +245,7 @@ class _Search:
 
     def _refused_ratios(self) -> list[float]:
         """What was predicted of runs in slices that did not fit over what they were measured to need."""
-        return [needed_or_least(self._plan_or_refusal(runs, self.budget)) / refused.least_bytes
+        return [((refused.plan and predicted_bytes(refused.plan)) or self._least_bytes(runs)) / refused.least_bytes
                 for refused, runs in self.refusals if runs and refused.least_bytes]  # fmt: skip
 
     def _is_refused_alike(self, runs: Runs) -> bool:
@@ -228,10 +260,8 @@ class _Search:
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
-        try:
-            return needed_bytes(self.planned(runs, Budget(1)))
-        except InfeasibleBudgetError as refused:
-            return refused.least_bytes
+        found = self._plan_or_refusal(runs, self.budget)
+        return needed_or_least(self._plan_or_refusal(runs, Budget(1))) if isinstance(found, Plan) else found.least_bytes
 
     def _spares(self, plan: Plan) -> bool:
         """Whether a plan needs less than all found so far, and recomputes no more."""
@@ -320,17 +350,6 @@ class _Search:
             return False
         return True
 
-    def refusal(self) -> InfeasibleBudgetError:
-        """The refusal that names the least budget which is met when it is asked for; other budgets have other sets."""
-        for refused, runs in sorted(self.refusals, key=lambda found: found[0].least_bytes):
-            again = _Search(self.program, self.target, Budget(refused.least_bytes), self.is_asked, self.whole)
-            if runs or again._is_far():
-                again.run()
-                if not again.plans:
-                    continue
-            return refused
-        return self.refusals[0][0]
-
 
 def is_slow(program: Program, target: Target, runs: Runs) -> bool:
     """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
@@ -350,6 +369,10 @@ def _least_gain(runs: Runs) -> float:
 def cost_of(plan: Plan) -> float:
     """What a plan recomputes and what its slices move again, as a share of a forward pass."""
     return recomputed_share(plan) + slowed_share(plan.slices)
+
+
+def _places(runs: Runs) -> Places:
+    return tuple((run.within, run.start, run.stop) for run in runs)
 
 
 def _n_slices(plan: Plan) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from jaxsub.core.budget import Budget
@@ -57,8 +58,10 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
     if not runs:
         return whole(program, budget, is_trusted, known_share)
     if n_bytes is None or not is_whole_function(program, runs):
-        known_share -= fixed_cost(runs)
-        return unfolded(program, runs, whole(with_slices(program, runs), budget, is_trusted, known_share))
+        found = _plan_or_refusal(whole, with_slices(program, runs), budget, is_trusted, known_share - fixed_cost(runs))
+        if isinstance(found, Plan):
+            return unfolded(program, runs, found)
+        raise found.with_plan(partial(unfolded, program, runs))
     best: Plan | None = None
     refusals: list[InfeasibleBudgetError] = []
     goals = [n_bytes]
@@ -75,7 +78,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
             has_room = not (is_trusted or refusals) and needed < n_bytes / TUNING.prediction_error
             goals = [corrected, math.isqrt(tried.total * corrected)] if has_room else []  # halfway first
         else:
-            refusals.append(found)
+            refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
             goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
@@ -139,9 +142,10 @@ def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:
     return (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
 
 
-def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool) -> Plan | InfeasibleBudgetError:
+def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool,
+                     known_share: float = math.inf) -> Plan | InfeasibleBudgetError:  # fmt: skip
     try:
-        return whole(program, budget, is_trusted)
+        return whole(program, budget, is_trusted, known_share)
     except InfeasibleBudgetError as refused:
         return refused
 

@@ -33,7 +33,7 @@ from jaxsub.jaxpr.axis import NotIndependent, Step
 from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, aval_bytes, remembered
 from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested, made_bytes
 from jaxsub.partition.traced_run import trace_run
@@ -263,12 +263,17 @@ def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found],
 
 def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Iterator[tuple[int, int]]:
     """Runs round a value, the longest first; to the end of the program first of all if that is a loss."""
-    n, cuts = len(program.eqns), find_cuts(program.graph)
+    n, cuts = len(program.eqns), _cuts_of(program)
     producer = value.producer or 0
     starts = _reach(program, live, range(producer, -1, -1), value.n_bytes, max(c for c in cuts if c <= producer))
     stops = _reach(program, live, range(stop, n + 1), value.n_bytes, min(c for c in cuts if c >= stop))
     ends = (n, *stops) if program.loss is not None else stops
     yield from dict.fromkeys((a, b) for b in ends for a in starts)
+
+
+@remembered
+def _cuts_of(program: Program) -> tuple[int, ...]:
+    return find_cuts(program.graph)
 
 
 def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes: int, cut: int) -> tuple[int, ...]:

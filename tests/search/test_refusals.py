@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from layers import scanned, unrolled
 
 import jaxsub
 from jaxsub.core.budget import format_bytes
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
+from jaxsub.search import pipeline
 from jaxsub.search.verify import Verifier
 
 
@@ -42,6 +44,64 @@ def test_a_refusal_is_remembered(tmp_path, monkeypatch):
         said.append((str(refused.value), refused.value.least_bytes, refused.value.holders))
         monkeypatch.setattr(Verifier, "_compile", None)
     assert said[0] == said[1]
+
+
+def block(x, p):
+    return x + jnp.tanh(jnp.tanh(x @ p["up"]) @ p["down"])
+
+
+def coupled(layer):
+    """Rows are coupled in each layer, so that nothing runs in slices."""
+    return unrolled(lambda x, p: layer(x, p) - x.mean(0))
+
+
+def slope(layer):
+    energy = coupled(layer)
+    return lambda params, x: (jax.grad(energy, 1)(params, x) ** 2).mean()
+
+
+BLOCKS = {"up": jax.ShapeDtypeStruct((6, 32, 128), "float32"), "down": jax.ShapeDtypeStruct((6, 128, 32), "float32")}
+ROWS = jax.ShapeDtypeStruct((512, 32), "float32")
+REFUSED = {
+    "regions": coupled(block),
+    "slices": scanned(block),
+    "own regions": coupled(jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)),
+    "inner gradients": slope(block),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
+def test_the_least_that_a_refusal_names_is_planned_already(loss, tmp_path, monkeypatch):
+    """Its plan comes with the refusal, and is found where that budget is asked for: nothing is compiled again."""
+    asked = dict(cache=tmp_path, progress=False)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jaxsub.plan(loss, BLOCKS, ROWS, budget=10_000, **asked)
+    least, plan = refused.value.least_bytes, refused.value.plan
+    again = jaxsub.sublinear(loss, plan=plan, progress=False)
+    assert jaxsub.measure(again, BLOCKS, ROWS).temp_bytes == least
+    monkeypatch.setattr(Verifier, "_compile", None)
+    found = jaxsub.plan(loss, BLOCKS, ROWS, budget=least, **asked)
+    assert found.measurement.temp_bytes == least
+    assert (found.slices, found.opened_regions, found.clones) == (plan.slices, plan.opened_regions, plan.clones)
+
+
+def test_a_budget_above_a_least_that_is_known_is_never_refused(tmp_path, monkeypatch, capsys):
+    """Whatever the search finds for it."""
+    asked = dict(cache=tmp_path, progress=True)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget=10_000, **asked)
+    least = refused.value.least_bytes
+
+    def refuse(program, settings, target, store):
+        n_bytes = settings.budget.n_bytes or int(settings.budget.fraction * 4 * least)
+        raise InfeasibleBudgetError("no", requested_bytes=n_bytes, least_bytes=2 * least)
+
+    monkeypatch.setattr(pipeline, "_planned", refuse)
+    for budget in (int(1.3 * least), 0.5):
+        plan = jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget=budget, **asked)
+        assert plan.measurement.temp_bytes == least
+    with pytest.raises(InfeasibleBudgetError, match="no"):
+        jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget=least - 1, **asked)
 
 
 def test_what_is_never_cut_is_named():

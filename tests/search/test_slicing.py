@@ -500,6 +500,30 @@ def test_a_refusal_names_what_the_program_needs_without_slices():
     assert refused.value.least_bytes == 2 * budget
 
 
+@pytest.mark.parametrize(("predicted", "n_priced", "n_compiled"), [(1.3, 3, 1), (2.1, 2, 0)])
+def test_a_refusal_compiles_one_of_the_sets_that_are_expected_to_need_as_much(predicted, n_priced, n_compiled):
+    """By how the first one erred the others need as much.
+
+    Where more slices need no less than few, nor than the program without, no more are priced: the peak is elsewhere.
+    """
+    weights, x = [jax.ShapeDtypeStruct((256, 256), "float32")] * 6, jax.ShapeDtypeStruct((8192, 256), "float32")
+    program = trace(tanh_layers, (weights, x), {}, argnums=0)
+    priced, compiled, budget = set(), set(), 2**20
+
+    def whole(given, at_most, is_trusted, known_share=np.inf):
+        is_sliced = len(given.eqns) < len(program.eqns)
+        needed = int(budget * ((predicted if is_trusted else 1.2 * predicted) if is_sliced else 2.0))
+        if is_sliced:
+            (priced if is_trusted else compiled).add(given.fingerprint)
+        if needed > at_most.n_bytes:
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
+        return Plan("f", at_most, len(given.eqns), prediction=Prediction(needed, 0.5, 1.0, 0, "analytic"))
+
+    with pytest.raises(InfeasibleBudgetError):
+        sliced_or_whole(program, get_target("h100"), Budget(budget), "auto", whole)
+    assert (len(priced), len(compiled)) == (n_priced, n_compiled)
+
+
 def test_a_slice_recomputes_as_little_as_the_budget_leaves_room_for():
     """In slices gradients are added to sums: they hold nothing until then, and wait for barriers to be added."""
     weights, x = [jnp.eye(64) * 0.9] * 24, jnp.ones((256, 64))
