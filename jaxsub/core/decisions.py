@@ -215,6 +215,11 @@ class Loop:
     is_unrolled: bool = False
 
     @property
+    def is_split(self) -> bool:
+        """Whether it is no more one loop over its steps."""
+        return bool(self.blocks or self.kept_steps or self.is_unrolled)
+
+    @property
     def programs(self) -> tuple[Inside, ...]:
         """How its body runs."""
         return (self.inside,)

@@ -73,6 +73,7 @@ class Pricer:
         gathered: Bytes of each input that a device gathers from the others where it is read; empty where none is.
         offload: A second memory that values may be saved in, such as the host's; chains are then weighed by seconds.
         prices: Costs that are known already, from other programs with equal runs perhaps.
+        splits_loops: Whether loops may run in blocks, keep some of their steps, or be unrolled.
         sized: The program, the bytes of its values counted by what one device holds of them.
     """
 
@@ -85,6 +86,7 @@ class Pricer:
     gathered: tuple[int, ...] = ()
     offload: str | None = None
     prices: Prices = field(default_factory=Prices)
+    splits_loops: bool = True
     sized: Program = field(init=False)
     _kinds: dict[tuple[int, int], Kind] = field(init=False, default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], tuple[int, ...]], Chain] = field(init=False, default_factory=dict)
@@ -323,6 +325,8 @@ class Pricer:
             except NoBackwardPass:  # of its body as a whole
                 self.prices.loop_choices[kind] = ()
         for c in self.prices.loop_choices[kind]:
+            if isinstance(c, LoopChoice) and c.loop.is_split and not self.splits_loops:
+                continue
             loop, flops = replace(c.loop, node=0), c.recompute_flops
             seconds = flops * stage.forward_seconds / max(stage.forward_flops, 1.0)
             # the zeros that a loop stacks values in are made when a CPU's program starts: no region spares them

@@ -28,6 +28,7 @@ class Bracket:
     _last: tuple[float, float] | None = field(init=False, default=None)
     _worst: float = field(init=False, default=0.0)
     _same: int = field(init=False, default=0)
+    _is_halved: bool = field(init=False, default=False)
 
     def add(self, quantity: float, n_bytes: float) -> None:
         """Remember that so much of the quantity takes so many bytes."""
@@ -53,7 +54,10 @@ class Bracket:
         return a + min(1 - TUNING.bracket_share, max(TUNING.bracket_share, share)) * (b - a)
 
     def _beyond(self, end: tuple[float, float]) -> float:
-        """Where the line through one end meets the limit; of several misses the worst is taken to repeat itself."""
+        """Where the line through one end meets the limit; of several misses the worst is taken to repeat itself.
+
+        A flat line may meet it far below what would fit: half of the quantity comes first, once.
+        """
         quantity, n_bytes = end
         if self.slope is not None:
             if self.high:
@@ -62,6 +66,8 @@ class Bracket:
         if self._last is not None and self._last[0] != quantity:
             slope = (n_bytes - self._last[1]) / (quantity - self._last[0])
             met = quantity + (self.limit - n_bytes) / slope if slope > 0 else 2 * quantity
+            if self.high and met < quantity / 2 and not self._is_halved:
+                self._is_halved, met = True, quantity / 2
         else:
             met = quantity * self.limit / max(n_bytes, 1)
         return min(met, TUNING.bracket_leap * quantity) if self.low else met

@@ -55,6 +55,7 @@ class Trial:
         target: What the step is planned for, and so are functions in it that name no target themselves.
         plans: Plans by fingerprint; a function without one here has its own.
         are_given: Whether the plans were made before: a function that has one is not planned by itself.
+        known: What another trace of the step has found.
         sites: The sublinear functions that the trace has met, by fingerprint.
         calls: How often it has met each.
     """
@@ -62,6 +63,7 @@ class Trial:
     target: Target
     plans: Mapping[str, Plan] = field(default_factory=dict)
     are_given: bool = False
+    known: Mapping[str, CallSite] = field(default_factory=dict)
     sites: dict[str, CallSite] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
@@ -71,7 +73,7 @@ class Trial:
         if key not in self.sites:
             chosen = replace(settings, target=self.target if settings.target is None else settings.target)
             given = self.plans.get(key) if self.are_given else None
-            self.sites[key] = _site(name, program, chosen, given)
+            self.sites[key] = self.known.get(key) or _site(name, program, chosen, given)
         self.calls[key] = self.calls.get(key, 0) + 1
         return self.plans.get(key, self.sites[key].own)
 

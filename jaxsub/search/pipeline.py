@@ -214,6 +214,7 @@ class Planning:
     store: Store | None
     step: Callable[[str], None]
     prices: Prices = field(default_factory=Prices)
+    splits_loops: bool = True
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     first: Program | None = field(init=False, default=None)
     errors: list[float] = field(init=False, default_factory=list)
@@ -224,7 +225,7 @@ class Planning:
             settings = self.settings
             gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
             pricer = Pricer(program, self.target, self.store, self.step, settings.profile, self._shares(program),
-                            gathered, settings.offload, self.prices)  # fmt: skip
+                            gathered, settings.offload, self.prices, self.splits_loops)  # fmt: skip
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
             planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))

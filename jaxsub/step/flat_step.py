@@ -1,7 +1,8 @@
 """A train step as flat equations: what is rewritten where updates move into the backward scan.
 
-Calls are inlined, what only reports comes last, and what a scan merely hands on is read where it came from. Equations
-are data: a rewrite is another tuple of them, and the step is traced once whatever is rewritten.
+Calls, and regions with a scan inside, are inlined as JAX lowers them, what only reports comes last, and what a scan
+merely hands on is read where it came from. Equations are data: a rewrite is another tuple of them, and the step is
+traced once whatever is rewritten.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jaxsub.jaxpr.axes import follow_all
 from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_origin import split_otherwise
 from jaxsub.jaxpr.axis_places import Place
-from jaxsub.jaxpr.inline import flatten_jaxpr, live_eqns, reports_last
+from jaxsub.jaxpr.flops import primitives_in
+from jaxsub.jaxpr.inline import flatten_jaxpr, inline_regions, live_eqns, reports_last
 
 Values = tuple[Any, ...]
 
@@ -40,6 +42,7 @@ class FlatStep:
     def of(cls, closed: Any, donated: Sequence[bool]) -> FlatStep:
         """Of a step's jaxpr, and which of its inputs are donated."""
         eqns, inputs, outputs, consts = flatten_jaxpr(closed)
+        eqns, outputs = inline_regions(eqns, outputs, _is_region_of_scan)
         eqns, outputs = unforwarded(live_eqns(reports_last(eqns), outputs), outputs)
         given = inputs[len(consts) :]
         kept = [v for v, is_donated in zip(given, donated, strict=True) if is_donated]
@@ -63,6 +66,38 @@ class FlatStep:
         read = {a for eqn in self.eqns[place + 1 :] for a in eqn.invars if compat.is_var(a)}
         return [v for v in scan.outvars[n_carry:] if v in read and jnp.issubdtype(v.aval.dtype, jnp.floating)]
 
+    def unfenced(self, place: int) -> FlatStep:
+        """The step whose barriers leave out what a scan stacks, and what is made of it.
+
+        A plan's gradient barriers finish gradients before the backward pass goes on. Those of a scan that updates as it
+        goes are finished in it.
+        """
+        carried, names, eqns = set(self.stacked(place)), dict[Any, Any](), list(self.eqns[: place + 1])
+        for eqn in self.eqns[place + 1 :]:
+            new = eqn.replace(invars=[names.get(a, a) if compat.is_var(a) else a for a in eqn.invars])
+            pairs = list(zip(new.invars, new.outvars, strict=False))
+            within = [a for a in new.invars if compat.is_var(a) and a in carried]
+            if within and eqn.primitive.name == "optimization_barrier":
+                names.update((v, a) for a, v in pairs if a in within)
+                left = [(a, v) for a, v in pairs if a not in within]
+                eqns += [new.replace(invars=[a for a, _ in left], outvars=[v for _, v in left])] if left else []
+                continue
+            carried.update(new.outvars if within else ())
+            eqns.append(new)
+        outputs = tuple(names.get(a, a) if compat.is_var(a) else a for a in self.outputs)
+        reports = tuple(e.replace(invars=[names.get(a, a) if compat.is_var(a) else a for a in e.invars])
+                        for e in self.reports)  # fmt: skip
+        return replace(self, eqns=tuple(eqns), outputs=outputs, reports=reports) if names else self
+
+    def origins(self, place: int) -> dict[Any, Any]:
+        """Of what barriers pass on and reshapes return in front of a place: which of the step's inputs it is."""
+        found = {v: v for v in self.inputs}
+        for eqn in self.eqns[:place]:
+            if eqn.primitive.name in ("optimization_barrier", "reshape"):
+                pairs = zip(eqn.invars, eqn.outvars, strict=False)
+                found.update((v, found[a]) for a, v in pairs if compat.is_var(a) and a in found)
+        return found
+
     def made_of(self, place: int, atoms: Sequence[Any]) -> set[Any]:
         """All that values are made of, back to a place."""
         makers = {v: eqn for eqn in self.eqns[place + 1 :] for v in eqn.outvars}
@@ -82,6 +117,10 @@ class FlatStep:
         if (eqn := split_otherwise(axis.steps)) is not None:
             raise NotIndependent(eqn, "it splits the axis over devices")
         return axis
+
+
+def _is_region_of_scan(eqn: Any) -> bool:
+    return eqn.primitive.name in compat.REGIONS and "scan" in primitives_in(eqn)
 
 
 def unforwarded(eqns: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -122,8 +122,9 @@ def fuse(closed: Any, donated: Sequence[bool], findings: Findings) -> Callable[.
     for scan in [eqn for eqn in step.eqns if _is_stacking(eqn)]:
         if scan not in step.eqns:  # it carries another scan's axis, and went with it
             continue
-        found = _candidate(step, step.eqns.index(scan))
-        if found.refused is not None and (pair := _twice(step, scan, found.refused)) is not None:
+        loose = step.unfenced(place := step.eqns.index(scan))
+        found = _candidate(loose, place)
+        if found.refused is not None and (pair := _twice(loose, scan, found.refused)) is not None:
             findings.can_more = True
             found = (_in_two_passes(*pair, scan, found.refused) if findings.passes > 1 else None) or found
         whole.update((w.reason, w) for w in found.whole)
@@ -201,6 +202,9 @@ def _candidate(step: FlatStep, place: int, *, is_updated: bool = True) -> _Found
             seeds = [v for v in seeds if v not in lost] if is_whole else []
             continue
         found = _FusedScan(step, place, axis, seeds, wanted)
+        if found.reads_whole:
+            n_bytes = sum(aval_bytes(v.aval) for v in seeds)
+            return _Found(None, (*whole, Whole(n_bytes, _in_blocks(scan))), first)
         return _Found(found if found.pairs or not is_updated else None, tuple(whole), first)
     return _Found(None, tuple(whole) if _is_gradient(step, place) else (), first)
 
@@ -208,6 +212,11 @@ def _candidate(step: FlatStep, place: int, *, is_updated: bool = True) -> _Found
 def _reason(refused: NotIndependent) -> str:
     line = compat.source_of(refused.eqn)
     return f"`{refused.eqn.primitive.name}`{f' at {line}' if line else ''} needs all of them: {refused.reason}"
+
+
+def _in_blocks(scan: Any) -> str:
+    line = compat.source_of(scan, is_own=True)
+    return f"`scan`{f' at {line}' if line else ''} runs in blocks, which read the weights of all layers"
 
 
 def _is_gradient(step: FlatStep, place: int) -> bool:
@@ -272,6 +281,14 @@ class _FusedScan:
         self.stacks = tuple(v for v in wanted if v in self.spots and v not in self.pairs)
         self.rest = tuple(v for v in self.eqn.outvars[self.n_carry :] if v not in self.seeds)
         self.made = {*self.eqn.outvars, *(v for s in axis.steps for v in s.writes)}
+        spots, origins = dict(axis.cut), step.origins(place)
+        consts = filter(compat.is_var, self.eqn.invars[: self.n_consts])
+        self.reads_whole = any(origins.get(a) in self.buffers for a in consts)
+        """Whether each step reads all layers of what would be updated, as blocks of a loop do: XLA would copy it."""
+        xs = [(a, origins.get(a)) for a in filter(compat.is_var, self.eqn.invars[self.n_consts + self.n_carry :])]
+        self.lies_in = {a: (v, spots[v]) for a, v in xs if v is not None and v in self.buffers and spots[v] ==
+                        Place(0, v.aval.shape[0] // a.aval.shape[0])}  # fmt: skip
+        """Of stacked inputs that are updated in the scan: the buffer that each layer is read from, and where."""
 
     def report(self) -> Fused:
         """What it spares."""
@@ -283,7 +300,8 @@ class _FusedScan:
         """The step with one equation in the place of the scan and of what moved into it: the new scan, traced."""
         known = (*(v for v, _ in self.axis.cut), *self.axis.reads, *self.buffers)
         variables = filter(compat.is_var, (*self.eqn.invars, *known))
-        reads = [v for v in dict.fromkeys(variables) if v not in self.made]
+        reads = [v for v in dict.fromkeys(variables) if v not in self.made and v not in self.lies_in] + [
+            v for v in self.buffers if v in self.lies_in]  # fmt: skip
         writes = self.names()
 
         def with_updates(*args: Any) -> list[Any]:
@@ -318,15 +336,14 @@ class _FusedScan:
 
     def is_buffer(self, atom: Any) -> bool:
         """Whether a stacked input of the scan is updated in it, layer by layer."""
-        return atom in self.buffers and (atom, Place(0)) in dict.fromkeys(self.axis.cut)
+        return compat.is_var(atom) and atom in self.lies_in
 
     def layer(self, env: Env, carry: tuple[Values, Values, Values], x: tuple[Any, Sequence[Any]]) -> Any:
         """One layer: its part of the backward pass, then its update."""
         (old, held, sums), (i, slices) = carry, x
         lying: dict[Any, Any] = dict(zip(self.buffers, held, strict=True))
         atoms = self.eqn.invars[self.n_consts + self.n_carry :]
-        given = [jax.lax.dynamic_index_in_dim(lying[a], i, keepdims=False) if x is None else x
-                 for a, x in zip(atoms, slices, strict=True)]  # fmt: skip
+        given = [self.of_buffer(lying, a, i) if x is None else x for a, x in zip(atoms, slices, strict=True)]
         consts = [read(env, a, None) for a in self.eqn.invars[: self.n_consts]]
         outs = jax.extend.core.jaxpr_as_fun(self.eqn.params["jaxpr"])(*consts, *old, *given)
         cut = [(v, spot) for v, spot in self.axis.cut if v not in self.seeds]
@@ -343,6 +360,11 @@ class _FusedScan:
         parts = tuple(joined(t, inner[v, None], self.axis.places[v]) for t, v in zip(sums, self.totals, strict=True))
         stacked = tuple(inner[v, self.spots[v]] for v in self.stacks)
         return (tuple(outs[: self.n_carry]), new, parts), (tuple(made[v] for v in self.rest), stacked)
+
+    def of_buffer(self, lying: dict[Any, Any], atom: Any, i: Any) -> Any:
+        """A layer of a stacked input, read where it is updated."""
+        buffer, spot = self.lies_in[atom]
+        return _slice(lying[buffer], spot, i).reshape(atom.aval.shape[1:])
 
     def written(self, into: Any, inner: Env, out: Any, i: Any) -> Any:
         """A buffer with a layer's result in its place."""

@@ -26,6 +26,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import code_digest, key_of, open_store
 from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
+from jaxsub.costs.chain_builder import Prices
 from jaxsub.devices.aot import cross_compile, lower
 from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import get_target
@@ -290,7 +291,7 @@ class Step(Wrapped[P, R]):
         if best is None:
             best = sizing.run(n_bytes)
             if best is None and sizing.first.updates.can_more:  # a backward pass more, which no plan costs
-                sizing = self.sizing(args, kwargs, told, passes=2)
+                sizing = self.sizing(args, kwargs, told, passes=2, prices=sizing.prices)
                 best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
             if best is None:
                 raise infeasible(n_bytes, sizing.least(), self._arguments(sizing.first, args, kwargs),
@@ -333,7 +334,7 @@ class Step(Wrapped[P, R]):
                       sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None], *,
-               passes: int = 1) -> Sizing:  # fmt: skip
+               passes: int = 1, prices: dict[str, Prices] | None = None) -> Sizing:  # fmt: skip
         """Begin to size the step for arguments of these shapes: it is compiled as it stands."""
         target = get_target(self.target)
 
@@ -342,7 +343,7 @@ class Step(Wrapped[P, R]):
             return self.compile(trial, args, kwargs, passes=passes)
 
         return Sizing(compile_trial(Trial(target)), compile_trial, target, open_store(self._cache), told,
-                      is_spread=target.n_devices > 1 or spans_devices((args, kwargs, self._shardings)))  # fmt: skip
+                      target.n_devices > 1 or spans_devices((args, kwargs, self._shardings)), prices or {})  # fmt: skip
 
     def _n_bytes(self, first: Attempt) -> int:
         """What the step may take, in bytes."""

@@ -11,18 +11,20 @@ Whatever is compiled is remembered, and of all that fits the least recomputation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Form
+from jaxsub.core.decisions import Form, Loop
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.figures import predicted_bytes, recomputed_share
+from jaxsub.core.graph import Node
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.chain_builder import Pricer
+from jaxsub.costs.chain_builder import Pricer, Prices
 from jaxsub.devices.targets import Target
 from jaxsub.emission.forms import program_in
 from jaxsub.emission.own_regions import n_own_regions
@@ -71,6 +73,11 @@ class Attempt:
                    for key, plan in self.plans.items())  # fmt: skip
 
     @property
+    def is_heavy(self) -> bool:
+        """Whether so much is recomputed that plans which need less may recompute less too."""
+        return self.extra_flops > TUNING.heavy_recompute * _forward_flops(self.plans)
+
+    @property
     def is_slow(self) -> bool:
         """Whether runs in slices of its functions are slow."""
         pairs = ((self.trial.sites[key].program, plan) for key, plan in self.plans.items() if plan.slices)
@@ -81,7 +88,8 @@ class Attempt:
 class Ladder:
     """Plans of one function from its own down to the least.
 
-    In another form than that of its own plan it begins with the function in that form.
+    In another form than that of its own plan it begins with the function in that form. Where the step updates in the
+    backward scans of its loops, plans that split these keep so many bytes of gradients besides (`fused_bytes`).
     """
 
     site: CallSite
@@ -90,13 +98,16 @@ class Ladder:
     progress: Callable[[str], None]
     may_slice: bool
     form: Form
+    fused_bytes: int = 0
+    prices: Prices = field(default_factory=Prices)
     program: Program = field(init=False)
     own: Plan = field(init=False)
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
+    unsplit: Candidates | None = field(init=False, default=None)
     chosen: Partition | None = field(init=False, default=None)
-    planning: Planning | None = field(init=False, default=None)
+    plannings: dict[bool, Planning] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         settings = self.site.settings
@@ -104,10 +115,15 @@ class Ladder:
         self.own = self.site.own if self.form == _form_of(self.site.own) else self._of_site(untouched(program))
         gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
         self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares_of(program, self.target),
-                             gathered, settings.offload)  # fmt: skip
+                             gathered, settings.offload, self.prices)  # fmt: skip
         self.cuts = cut_choices(program)
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)
+        weights = sum(program.graph.values[i].n_bytes for i in program.differentiated)
+        self.fused_bytes = min(self.fused_bytes, weights) if any(map(_is_scan, program.graph.nodes)) else 0
+        if self.fused_bytes:
+            planner = once(program, Memo(get(settings.planner)))
+            self.unsplit = Candidates(replace(self.pricer, splits_loops=False), planner, self.cuts)
 
     @property
     def top_bytes(self) -> int:
@@ -115,6 +131,13 @@ class Ladder:
         with self.site.axes():
             own = self.own.prediction or self.candidates.plain().prediction
         return own.temp_bytes if own is not None else 0
+
+    def needed(self, plan: Plan) -> int:
+        """What a plan is predicted to need, gradients besides that the step would not keep with loops as they are."""
+        scans = [node.index for node in self.program.graph.nodes if _is_scan(node)]
+        is_whole = any(not run.within and any(run.start <= n < run.stop for n in scans) for run in plan.slices)
+        is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)
+        return predicted_bytes(plan) + (self.fused_bytes if is_split or is_whole else 0)
 
     def _of_site(self, plan: Plan) -> Plan:
         """A plan of the program as one of the function."""
@@ -127,31 +150,42 @@ class Ladder:
         with self.site.axes():
             if self.chosen is None:
                 self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
-            plan = self._of_site(self.candidates.plan(self.chosen, n_bytes))
-            if predicted_bytes(plan) <= n_bytes and recomputed_share(plan) <= TUNING.little_recompute:
-                return plan
-            plans = [plan, *self._in_slices(max(1, int(n_bytes)))]
-        fitting = [plan for plan in plans if predicted_bytes(plan) <= n_bytes]
-        return min(fitting, key=self._cost) if fitting else min(plans, key=predicted_bytes)
+            plans = [self._of_site(made.plan(self.chosen, asked)) for made, asked in self._makers(n_bytes)]
+            if not any(self.needed(p) <= n_bytes and recomputed_share(p) <= TUNING.little_recompute for p in plans):
+                plans += self._in_slices(max(1, int(n_bytes)))
+        fitting = [plan for plan in plans if self.needed(plan) <= n_bytes]
+        return min(fitting, key=self._cost) if fitting else min(plans, key=self.needed)
+
+    def _makers(self, n_bytes: float) -> list[tuple[Candidates, float]]:
+        """What makes plans, and what it is asked for: those that may split loops leave room for the gradients."""
+        room = max(1.0, n_bytes - self.fused_bytes)
+        return [(self.candidates, room), *([(self.unsplit, n_bytes)] if self.unsplit is not None else [])]
 
     def _cost(self, plan: Plan) -> tuple[bool, float]:
         """What a plan costs: slices that are slow come last."""
         return is_slow(self.program, self.target, plan.slices), cost_of(plan)
 
     def _in_slices(self, n_bytes: int) -> list[Plan]:
-        """The best plan with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
+        """The best plans with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
         program, settings = self.program, self.site.settings
         if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
             return []
-        if self.planning is None:
-            self.planning = Planning(settings, self.target, self.store, self.progress)
-        plan = best_in_slices(program, self.target, n_bytes, self.planning.whole)
-        return [] if plan is None else [self._of_site(plan)]
+        found: list[Plan] = []
+        for splits_loops in (False, True) if self.fused_bytes else (True,):
+            if any(self.needed(p) <= n_bytes and recomputed_share(p) <= TUNING.little_recompute for p in found):
+                break
+            if splits_loops not in self.plannings:
+                self.plannings[splits_loops] = Planning(settings, self.target, self.store, self.progress, self.prices,
+                                                        splits_loops)  # fmt: skip
+            room = max(1, n_bytes - self.fused_bytes) if splits_loops else n_bytes
+            plan = best_in_slices(program, self.target, room, self.plannings[splits_loops].whole)
+            found += [] if plan is None else [self._of_site(plan)]
+        return found
 
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            whole = (self._of_site(self.candidates.plan(cuts, 1)) for cuts in self.cuts)
+            whole = (self._of_site(made.plan(cuts, 1)) for made, _ in self._makers(1) for cuts in self.cuts)
             return [*whole, *self._in_slices(1)]
 
     def usual(self) -> Plan:
@@ -173,7 +207,9 @@ class Sizing:
         progress: Told of what is compiled.
         is_spread: Whether the step runs on several devices: then only functions whose shardings are known run in
             slices.
+        prices: Costs that are known already, by the fingerprint of a function.
         attempts: All that was compiled.
+        least_bytes: What is temporary under the least plans that were compiled whatever the budget is.
         ways: The plans of every function that may be planned, by fingerprint: of those that may be planned in several
             forms, in the first, then in the second and so on.
     """
@@ -184,7 +220,9 @@ class Sizing:
     store: Store | None
     progress: Callable[[str], None]
     is_spread: bool = False
+    prices: dict[str, Prices] = field(default_factory=dict)
     attempts: dict[Any, Attempt] = field(init=False)
+    least_bytes: float = field(init=False, default=math.inf)
     ways: list[dict[str, Ladder]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,7 +239,9 @@ class Sizing:
         """The plans of a function in a form: with its own regions as they are nothing runs in slices."""
         is_last = form.opened_regions < n_own_regions(site.program)
         may_slice = not (is_last or self._is_unknown(site))
-        return Ladder(site, self.target, self.store, self.progress, may_slice, form)
+        fused_bytes = sum(fused.gradient_bytes for fused in self.first.updates.fused)
+        prices = self.prices.setdefault(site.program.fingerprint, Prices())
+        return Ladder(site, self.target, self.store, self.progress, may_slice, form, fused_bytes, prices)
 
     def _is_unknown(self, site: CallSite) -> bool:
         """Whether the step runs on several devices, and nothing says how the arguments of a function are split."""
@@ -211,7 +251,7 @@ class Sizing:
         """Compile the step under plans, unless that was done before."""
         key = _shape({**self.first.plans, **plans})
         if key not in self.attempts:
-            self.attempts[key] = self.compile_trial(Trial(self.target, plans))
+            self.attempts[key] = self.compile_trial(Trial(self.target, plans, known=self.first.trial.sites))
         return self.attempts[key]
 
     def run(self, n_bytes: int) -> Attempt | None:
@@ -223,9 +263,8 @@ class Sizing:
                 continue
             self._search(ladders, n_bytes)
             best = self._best(n_bytes)
-            if best is None or best.is_slow:
-                for plans in _least_plans(ladders):
-                    self.attempt(plans)
+            if best is None or best.is_slow or best.is_heavy:
+                self._try_least(ladders, n_bytes)
             if best is not None:
                 self._relax(ladders, best, n_bytes)
         return self._best(n_bytes)
@@ -242,8 +281,28 @@ class Sizing:
 
     def least(self) -> Attempt:
         """What needs least of all that is tried whatever the budget is."""
-        tried = [self.first, *(self.attempt(plans) for ladders in self.ways for plans in _least_plans(ladders))]
-        return min(tried, key=lambda a: a.measurement.step_bytes)
+        for ladders in self.ways:
+            self._try_least(ladders)
+        return min(self.attempts.values(), key=lambda a: a.measurement.step_bytes)
+
+    def _try_least(self, ladders: Mapping[str, Ladder], n_bytes: int = 0) -> None:
+        """Compile the least plans, lowest prediction first: those that may need less than others, or may fit."""
+        room = n_bytes - self._given_bytes
+
+        def needed(plans: Mapping[str, Plan]) -> int:
+            return max(ladders[key].needed(plan) for key, plan in plans.items())
+
+        for plans in sorted(_least_plans(ladders), key=needed):
+            predicted = needed(plans) / TUNING.prediction_error
+            if predicted <= self.least_bytes:
+                self.least_bytes = min(self.least_bytes, self.attempt(plans).measurement.temp_bytes)
+            elif predicted <= room:
+                self.attempt(plans)
+
+    @property
+    def _given_bytes(self) -> int:
+        """What the step holds beside temporary values."""
+        return self.first.measurement.step_bytes - self.first.measurement.temp_bytes
 
     def _fits(self, attempt: Attempt, n_bytes: int) -> bool:
         return attempt.measurement.step_bytes <= n_bytes
@@ -254,8 +313,7 @@ class Sizing:
 
     def _search(self, ladders: Mapping[str, Ladder], n_bytes: int) -> None:
         """Move the level until the step fits and leaves little."""
-        given = self.first.measurement.step_bytes - self.first.measurement.temp_bytes
-        budget = n_bytes - given
+        budget = n_bytes - self._given_bytes
         top = float(max(ladder.top_bytes for ladder in ladders.values()))
         if budget <= 0 or top <= 0:
             return
@@ -266,20 +324,27 @@ class Sizing:
         # where functions are spread over devices, a level is worth another number of bytes
         bracket = Bracket(budget * (1 - TUNING.budget_margin), slope=1.0 if plain >= TUNING.same_step * top else None)
         bracket.add(top, plain)
-        level, seen = max(1.0, bracket.following() or top), {id(base)}
+        level, seen, in_vain, least = max(1.0, bracket.following() or top), {id(base)}, 0, plain
         while len(self.attempts) < most and (base is None or not self._fits(base, n_bytes)):
             plans = {key: ladder.at(level) for key, ladder in ladders.items()}
-            planned = (plan for key, plan in plans.items() if plan is not ladders[key].own)
-            level = max(level, 1.0, *map(predicted_bytes, planned))
+            planned = [ladders[key].needed(plan) for key, plan in plans.items() if plan is not ladders[key].own]
+            if max(planned, default=0) > TUNING.plain_far * budget:
+                break
             found = self.attempt(plans)
             if id(found) in seen:
                 break
             seen.add(id(found))
             needed = found.measurement.temp_bytes
+            # below what these plans need there are others
+            level = max(planned, default=level) if needed > budget else max(level, 1.0, *planned)
             is_cheap = found.extra_flops <= 1e-3 * _forward_flops(plans)
             if needed <= budget and (needed >= TUNING.close_step * budget or is_cheap):
                 break
             bracket.add(level, needed)
+            in_vain = 0 if needed < (1 - TUNING.between_gap) * least else in_vain + 1
+            least = min(least, needed)
+            if bracket.low is None and in_vain == 2:
+                break  # what is outside the functions, or what one equation needs, holds the peak
             following = bracket.following()
             if following is None or abs(following - level) < TUNING.least_slack * top:
                 break
@@ -305,6 +370,10 @@ def _least_plans(ladders: Mapping[str, Ladder]) -> Iterator[dict[str, Plan]]:
         yield {key: plans[min(number, len(plans) - 1)] for key, plans in least.items()}
     if ladders:
         yield {key: ladder.usual() for key, ladder in ladders.items()}
+
+
+def _is_scan(node: Node) -> bool:
+    return node.primitive == "scan"
 
 
 def _form_of(plan: Plan) -> Form:

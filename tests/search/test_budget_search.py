@@ -333,6 +333,16 @@ def test_the_bracket_goes_by_the_worst_miss_then_between():
     assert 78 < bracket.following() < 80
 
 
+def test_a_flat_line_leads_to_half_before_it_leads_to_nothing():
+    """Two quantities that need nearly the same say little of what would fit."""
+    bracket = Bracket(100.0)
+    bracket.add(100, 180)
+    bracket.add(80, 179)
+    assert bracket.following() == 40
+    bracket.add(40, 178)
+    assert bracket.following() < 0
+
+
 @pytest.mark.parametrize(("start", "pace"), [(0, 1), (100, 7), (5000, 3)])
 @pytest.mark.parametrize("unit", [1, 8])
 def test_the_largest_batch_that_fits_is_found_in_few_steps(start, pace, unit):
