@@ -20,7 +20,7 @@ from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_origin import split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.flops import primitives_in
-from jaxsub.jaxpr.inline import flatten_jaxpr, inline_regions, live_eqns, reports_last
+from jaxsub.jaxpr.inline import flatten_jaxpr, inline_regions, live_eqns, renamed, reports_last
 
 Values = tuple[Any, ...]
 
@@ -73,8 +73,13 @@ class FlatStep:
         goes are finished in it.
         """
         carried, names, eqns = set(self.stacked(place)), dict[Any, Any](), list(self.eqns[: place + 1])
+
+        def read_anew(eqn: Any) -> Any:
+            is_same = names.keys().isdisjoint(filter(compat.is_var, eqn.invars))
+            return eqn if is_same else eqn.replace(invars=[renamed(names, a) for a in eqn.invars])
+
         for eqn in self.eqns[place + 1 :]:
-            new = eqn.replace(invars=[names.get(a, a) if compat.is_var(a) else a for a in eqn.invars])
+            new = read_anew(eqn)
             pairs = list(zip(new.invars, new.outvars, strict=False))
             within = [a for a in new.invars if compat.is_var(a) and a in carried]
             if within and eqn.primitive.name == "optimization_barrier":
@@ -84,10 +89,8 @@ class FlatStep:
                 continue
             carried.update(new.outvars if within else ())
             eqns.append(new)
-        outputs = tuple(names.get(a, a) if compat.is_var(a) else a for a in self.outputs)
-        reports = tuple(e.replace(invars=[names.get(a, a) if compat.is_var(a) else a for a in e.invars])
-                        for e in self.reports)  # fmt: skip
-        return replace(self, eqns=tuple(eqns), outputs=outputs, reports=reports) if names else self
+        outputs = tuple(renamed(names, a) for a in self.outputs)
+        return replace(self, eqns=tuple(eqns), outputs=outputs, reports=tuple(map(read_anew, self.reports)))
 
     def origins(self, place: int) -> dict[Any, Any]:
         """Of what barriers pass on and reshapes return in front of a place: which of the step's inputs it is."""

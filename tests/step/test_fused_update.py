@@ -468,6 +468,28 @@ def test_loops_in_blocks_are_named_where_gradients_stand_whole():
     assert whole.reason.endswith("runs in blocks, which read the weights of all layers")
 
 
+def test_barriers_of_a_plan_keep_no_scan_of_several_from_updating():
+    """A scan behind barriers of another one's gradients is looked at as well."""
+
+    def two_loops(params, tokens):
+        x = params["table"][tokens]
+        for name in ("layers", "more"):
+            x, _ = lax.scan(lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None), x, params[name])
+        return jnp.mean(x**2)
+
+    optimizer, findings = optax.adamw(1e-2), Findings()
+    params, _, tokens = deep_args(optimizer)
+    params["more"] = copied(params["layers"])
+    args = params, optimizer.init(params), tokens
+    eqns = trace(two_loops, (params, tokens), {}).eqns
+    nodes = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    plan = jaxsub.plan(two_loops, params, tokens, budget="1GiB", progress=False)
+    plan = plan.replace(barriers=tuple(sorted({i + after for i in nodes for after in (0, 1)})))
+    planned = step_of(optimizer, jaxsub.sublinear(two_loops, plan=plan, progress=False))
+    jax.eval_shape(with_fused_updates(planned, donated_leaves((0, 1), ()), findings), *args)
+    assert [fused.gradient_bytes for fused in findings.fused] == [GRADIENT_BYTES] * 2
+
+
 def test_a_step_prefers_plans_that_keep_its_update_in_the_scan():
     """Those that unroll its loop, or run it in blocks, hold all gradients; the head in slices recomputes nothing."""
     optimizer = optax.adamw(1e-2)
