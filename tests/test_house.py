@@ -36,7 +36,7 @@ search: __init__ bracket by_hand slice_seeds found_run slicing sliceable sliced_
     candidates name_overrides named_policy verify propagated budget_search slice_search frontier_points repeated_effects
     forms plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
-step: __init__ flat_step ordered_updates fused_update options sizing device report given jit max_batch
+step: __init__ flat_step ordered_updates fused_update options sizing kept_plans device report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__

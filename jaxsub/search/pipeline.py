@@ -152,7 +152,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
         except InfeasibleBudgetError as error:
             plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
             if plan is None:
-                put_refusal(store, key, least_key, program, error)
+                put_refusal(store, key, least_key, program, target, error)
                 raise
             if settings.progress:
                 say(f"met by the least plan of a budget that was refused before, {summary(plan)}", 0.0)

@@ -44,9 +44,17 @@ def plan_keys(program: Program, planner: Planner, target: Target, asked: str, bu
     return key_of("made", *given, repr(budget)), key_of("least", *given)
 
 
+_LEASTS = Store()
+
+
+def of_leasts(store: Store) -> Store:
+    """Where the plans that refusals name are kept: in a store of memory alone for as long as the process runs."""
+    return store if store.directory is not None else _LEASTS
+
+
 def find_least(store: Store, key: str, program: Program, target: Target, n_bytes: int) -> Plan | None:
     """The plan that a refusal named as the least, where a budget has room for it."""
-    plan = find_plan(store, key, program, target)
+    plan = find_plan(of_leasts(store), key, program, target)
     if plan is None or plan.measurement is None or plan.measurement.temp_bytes > n_bytes:
         return None
     return plan.replace(budget=Budget(n_bytes))
@@ -78,8 +86,7 @@ def find_plan(store: Store, key: str, program: Program, measured: Target | None 
 def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target) -> bool:
     """Whether what a plan does was measured for a target, as it says itself, and fits the budget it was made for."""
     found, plain, budget = plan.measurement, plan.plain_measurement, plan.budget
-    folded, bare = in_slices(program, plan)
-    known = recalled(store, measured_key(folded, target, bare), target)
+    known = recalled(store, _measured_key(program, plan, target), target)
     if found is None or known is None:
         return False
     if replace(known, compile_seconds=found.compile_seconds) != found:  # another process may have compiled it too
@@ -87,6 +94,11 @@ def _keeps_its_budget(store: Store, program: Program, plan: Plan, target: Target
     if budget.fraction is not None:
         return plain is not None and found.temp_bytes <= int(plain.temp_bytes * budget.fraction)
     return budget.n_bytes is None or found.temp_bytes <= budget.n_bytes
+
+
+def _measured_key(program: Program, plan: Plan, target: Target) -> str:
+    folded, bare = in_slices(program, plan)
+    return measured_key(folded, target, bare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +112,16 @@ class _Refusal:
     plan: Plan | None
 
 
-def put_refusal(store: Store, key: str, least_key: str, program: Program, error: InfeasibleBudgetError) -> None:
+def put_refusal(store: Store, key: str, least_key: str, program: Program, target: Target,
+                error: InfeasibleBudgetError) -> None:  # fmt: skip
     """Keep that a budget was refused, and how; of the plans that need least the one that needs less."""
-    known: Plan | None = store.get(least_key, Plan)
+    kept = of_leasts(store)
+    known: Plan | None = kept.get(least_key, Plan)
     is_less = known is None or known.measurement is None or error.least_bytes < known.measurement.temp_bytes
     if error.plan is not None and error.plan.measurement is not None and is_less:
-        store.put(least_key, finish(program, error.plan, Budget(error.least_bytes)))
+        plan = finish(program, error.plan, Budget(error.least_bytes))
+        kept.put(least_key, plan)
+        kept.put(_measured_key(program, plan, target), plan.measurement)
     store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders),
                                            error.plan))  # fmt: skip
 

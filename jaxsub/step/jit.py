@@ -15,7 +15,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Protocol, TypeVar, overload
 
 import jax.core
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxsub.api.sublinear import AnyCache, type_of
 from jaxsub.core.budget import Budget
-from jaxsub.core.disk_cache import code_digest, key_of, open_store
+from jaxsub.core.disk_cache import key_of, open_store
 from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
 from jaxsub.costs.chain_builder import Prices
@@ -31,14 +31,13 @@ from jaxsub.devices.aot import cross_compile, lower
 from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.shardings import spans_devices
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
 from jaxsub.search.call_sites import CallSite, Trial
-from jaxsub.search.plan_cache import find_plan, put_plan
 from jaxsub.search.progress import Progress, say
 from jaxsub.search.verify import recalled
+from jaxsub.step import kept_plans
 from jaxsub.step.device import device_bytes, explaining
 from jaxsub.step.fused_update import Findings
 from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
@@ -284,22 +283,22 @@ class Step(Wrapped[P, R]):
 
     def _searched(self, limit: int | None, args: Any, kwargs: Any, told: Any) -> tuple[Attempt, StepReport]:
         """The step under the plans with which it fits, from the cache or a search."""
-        sizing = self.sizing(args, kwargs, told)
+        sizing, store = self.sizing(args, kwargs, told), open_store(self._cache)
         n_bytes = limit if limit is not None else self._n_bytes(sizing.first)
-        best = self._found(sizing, n_bytes)
+        best = kept_plans.find(store, sizing, n_bytes)
         plain = sizing.first.measurement
         if best is None:
             best = sizing.run(n_bytes)
             if best is None and sizing.first.updates.can_more:  # a backward pass more, which no plan costs
                 sizing = self.sizing(args, kwargs, told, passes=2, prices=sizing.prices)
-                best = self._found(sizing, n_bytes) or sizing.run(n_bytes)
-            if best is None:
-                raise infeasible(n_bytes, sizing.least(), self._arguments(sizing.first, args, kwargs),
+                best = kept_plans.find(store, sizing, n_bytes) or sizing.run(n_bytes)
+            if best is None and (best := kept_plans.find_least(store, sizing, n_bytes)) is None:
+                kept_plans.keep_least(store, sizing, least := sizing.least())
+                raise infeasible(n_bytes, least, self._arguments(sizing.first, args, kwargs),
                                  sizing.unknown_shardings())  # fmt: skip
-            for key, plan in best.plans.items():
-                put_plan(open_store(self._cache), self._key(sizing, n_bytes, key), plan)
+            kept_plans.keep(store, sizing, n_bytes, best)
         held = self._arguments(sizing.first, args, kwargs)
-        return best, report(n_bytes, plain, best, held, len(sizing.attempts), open_store(self._cache))
+        return best, report(n_bytes, plain, best, held, len(sizing.attempts), store)
 
     def _as_planned(self, plan: StepPlan, limit: int | None, args: Any, kwargs: Any) -> tuple[Attempt, StepReport]:
         """The step under a plan that was given, compiled once: it is that step's, and keeps to the memory."""
@@ -316,22 +315,6 @@ class Step(Wrapped[P, R]):
     def _digest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         return arguments_digest(dynamic_args, dynamic_kwargs)
-
-    def _found(self, sizing: Sizing, n_bytes: int) -> Attempt | None:
-        """The step under the plans that were found for it before, in this process or another."""
-        store, sites = open_store(self._cache), sizing.first.trial.sites
-        plans = {key: find_plan(store, self._key(sizing, n_bytes, key), site.program) for key, site in sites.items()}
-        known = {key: plan for key, plan in plans.items() if plan is not None}
-        if not known or len(known) < len(plans):
-            return None
-        attempt = sizing.attempt(known)
-        return attempt if attempt.measurement.step_bytes <= n_bytes else None
-
-    def _key(self, sizing: Sizing, n_bytes: int, fingerprint: str) -> str:
-        target, settings = sizing.target, sizing.first.trial.sites[fingerprint].settings
-        asked = repr(attrgetter("planner", "verify", "profile", "budget")(settings))
-        return key_of("step's plan", code_digest(), of_jax(), target.name, target.spec or "",
-                      sizing.first.digest, str(n_bytes), fingerprint, asked)  # fmt: skip
 
     def sizing(self, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[str], None], *,
                passes: int = 1, prices: dict[str, Prices] | None = None) -> Sizing:  # fmt: skip

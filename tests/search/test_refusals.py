@@ -70,10 +70,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("is_on_disk", [True, False])
 @pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
-def test_the_least_that_a_refusal_names_is_planned_already(loss, tmp_path, monkeypatch):
+def test_the_least_that_a_refusal_names_is_planned_already(loss, is_on_disk, tmp_path, monkeypatch):
     """Its plan comes with the refusal, and is found where that budget is asked for: nothing is compiled again."""
-    asked = dict(cache=tmp_path, progress=False)
+    asked = dict(cache=tmp_path if is_on_disk else False, progress=False)
     with pytest.raises(InfeasibleBudgetError) as refused:
         jaxsub.plan(loss, BLOCKS, ROWS, budget=10_000, **asked)
     least, plan = refused.value.least_bytes, refused.value.plan

@@ -20,6 +20,7 @@ from jaxsub.devices.aot import cross_compile, require_packages
 from jaxsub.devices.targets import get_target
 from jaxsub.step.device import device_bytes
 from jaxsub.step.max_batch import largest
+from jaxsub.step.sizing import Sizing
 
 DIM, DEPTH, BATCH = 16, 6, 512
 OPTIMIZER = optax.adam(1e-2)
@@ -141,6 +142,22 @@ def test_a_step_that_cannot_fit_says_what_holds_the_memory():
     assert 97 <= sum(shares) <= 103
     again = quiet(STEP, memory=error.least_bytes)
     assert taken(again, *state(), *batch()) <= error.least_bytes
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_the_least_of_a_step_is_found_without_a_search(is_on_disk, tmp_path, monkeypatch):
+    """Where just that is asked for; and no memory above it is refused, whatever a search finds."""
+    step, args = step_of(jaxsub.sublinear(loss)), (*state(), *batch())
+    cache = tmp_path if is_on_disk else False
+    with pytest.raises(jaxsub.InfeasibleBudgetError) as refused:
+        quiet(step, memory="150KiB", donate_argnums=(0, 1), cache=cache).report(*args)
+    least = refused.value.least_bytes
+    monkeypatch.setattr(Sizing, "run", lambda self, n_bytes: None)
+    for memory in (least, int(1.2 * least)):
+        found = quiet(step, memory=memory, donate_argnums=(0, 1), cache=cache).report(*args)
+        assert found.step_bytes == least
+    with pytest.raises(jaxsub.InfeasibleBudgetError):
+        quiet(step, memory=least - 1, donate_argnums=(0, 1), cache=cache).report(*args)
 
 
 def test_a_step_without_a_planned_function_says_what_to_wrap():
