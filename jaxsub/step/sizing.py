@@ -132,52 +132,59 @@ class Ladder:
             own = self.own.prediction or self.candidates.plain().prediction
         return own.temp_bytes if own is not None else 0
 
-    def needed(self, plan: Plan) -> int:
+    def needed(self, plan: Plan, fused_bytes: int | None = None) -> int:
         """What a plan is predicted to need, gradients besides that the step would not keep with loops as they are."""
+        lost = self.fused_bytes if fused_bytes is None else fused_bytes
         scans = [node.index for node in self.program.graph.nodes if _is_scan(node)]
         is_whole = any(not run.within and any(run.start <= n < run.stop for n in scans) for run in plan.slices)
         is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)
-        return predicted_bytes(plan) + (self.fused_bytes if is_split or is_whole else 0)
+        return predicted_bytes(plan) + (lost if is_split or is_whole else 0)
 
     def _of_site(self, plan: Plan) -> Plan:
         """A plan of the program as one of the function."""
         return in_form(self.site.program, self.form, plan)
 
-    def at(self, n_bytes: float) -> Plan:
-        """The best plan within so many bytes, or the least."""
+    def at(self, n_bytes: float, fused_bytes: int | None = None) -> Plan:
+        """The best plan within so many bytes, or the least; gradients that it keeps besides may be told to be fewer."""
+        lost = self.fused_bytes if fused_bytes is None else fused_bytes
         if n_bytes >= self.top_bytes:
             return self.own
         with self.site.axes():
             if self.chosen is None:
                 self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
-            plans = [self._of_site(made.plan(self.chosen, asked)) for made, asked in self._makers(n_bytes)]
-            if not any(self.needed(p) <= n_bytes and recomputed_share(p) <= TUNING.little_recompute for p in plans):
-                plans += self._in_slices(max(1, int(n_bytes)))
-        fitting = [plan for plan in plans if self.needed(plan) <= n_bytes]
+            plans = [self._of_site(made.plan(self.chosen, asked)) for made, asked in self._makers(n_bytes, lost)]
+            if not self._little(plans, n_bytes, lost):
+                plans += self._in_slices(max(1, int(n_bytes)), lost)
+        fitting = [plan for plan in plans if self.needed(plan, lost) <= n_bytes]
         return min(fitting, key=self._cost) if fitting else min(plans, key=self.needed)
 
-    def _makers(self, n_bytes: float) -> list[tuple[Candidates, float]]:
+    def _little(self, plans: list[Plan], n_bytes: float, lost: int) -> bool:
+        """Whether one of the plans is predicted to fit and to recompute hardly anything."""
+        return any(self.needed(plan, lost) <= n_bytes and recomputed_share(plan) <= TUNING.little_recompute
+                   for plan in plans)  # fmt: skip
+
+    def _makers(self, n_bytes: float, lost: int) -> list[tuple[Candidates, float]]:
         """What makes plans, and what it is asked for: those that may split loops leave room for the gradients."""
-        room = max(1.0, n_bytes - self.fused_bytes)
-        return [(self.candidates, room), *([(self.unsplit, n_bytes)] if self.unsplit is not None else [])]
+        room = max(1.0, n_bytes - lost)
+        return [(self.candidates, room), *([(self.unsplit, n_bytes)] if self.unsplit is not None and lost else [])]
 
     def _cost(self, plan: Plan) -> tuple[bool, float]:
         """What a plan costs: slices that are slow come last."""
         return is_slow(self.program, self.target, plan.slices), cost_of(plan)
 
-    def _in_slices(self, n_bytes: int) -> list[Plan]:
+    def _in_slices(self, n_bytes: int, lost: int) -> list[Plan]:
         """The best plans with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
         program, settings = self.program, self.site.settings
         if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
             return []
         found: list[Plan] = []
-        for splits_loops in (False, True) if self.fused_bytes else (True,):
-            if any(self.needed(p) <= n_bytes and recomputed_share(p) <= TUNING.little_recompute for p in found):
+        for splits_loops in (False, True) if lost else (True,):
+            if self._little(found, n_bytes, lost):
                 break
             if splits_loops not in self.plannings:
                 self.plannings[splits_loops] = Planning(settings, self.target, self.store, self.progress, self.prices,
                                                         splits_loops)  # fmt: skip
-            room = max(1, n_bytes - self.fused_bytes) if splits_loops else n_bytes
+            room = max(1, n_bytes - lost) if splits_loops else n_bytes
             plan = best_in_slices(program, self.target, room, self.plannings[splits_loops].whole)
             found += [] if plan is None else [self._of_site(plan)]
         return found
@@ -185,8 +192,9 @@ class Ladder:
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
-            whole = (self._of_site(made.plan(cuts, 1)) for made, _ in self._makers(1) for cuts in self.cuts)
-            return [*whole, *self._in_slices(1)]
+            makers = self._makers(1, self.fused_bytes)
+            whole = (self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts)
+            return [*whole, *self._in_slices(1, self.fused_bytes)]
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""
@@ -349,6 +357,17 @@ class Sizing:
             if following is None or abs(following - level) < TUNING.least_slack * top:
                 break
             level = max(1.0, following)
+        self._try_split(ladders, bracket.following() or level, n_bytes)
+
+    def _try_split(self, ladders: Mapping[str, Ladder], level: float, n_bytes: int) -> None:
+        """Try plans that split loops where they recompute clearly less: their gradients may not be live at the peak."""
+        best, calls = self._best(n_bytes), self.first.trial.calls
+        if best is None or not any(ladder.fused_bytes for ladder in ladders.values()):
+            return
+        most = best.extra_flops - TUNING.compile_gain * _forward_flops(best.plans)
+        plans = {key: ladder.at(max(1.0, level), 0) for key, ladder in ladders.items()} if most > 0 else {}
+        if plans and sum(_extra_flops(p, ladders[key].site) * calls[key] for key, p in plans.items()) < most:
+            self.attempt(plans)
 
     def _relax(self, ladders: Mapping[str, Ladder], best: Attempt, n_bytes: int) -> None:
         """Give each function its own plan back where that spares enough and the step still fits, costliest first."""
