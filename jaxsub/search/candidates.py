@@ -70,12 +70,7 @@ class Candidates:
             least = self._least_that_works(refused.least_bytes)
             if least == refused.least_bytes:
                 raise
-        raise InfeasibleBudgetError(
-            f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak that was found, "
-            f"`{format_bytes(least)}`. Pass budget={least} or more.",
-            requested_bytes=budget_bytes,
-            least_bytes=least,
-        )
+        raise below_least(budget_bytes, least)
 
     def _least_that_works(self, least_bytes: int) -> int:
         """The least budget from this on that is met: for another budget other partitions may be looked at."""
@@ -121,3 +116,13 @@ class Candidates:
         plan = self.plan(cuts, budget_bytes)
         needed = predicted_bytes(plan)
         return (recomputed_share(plan), 0) if needed <= budget_bytes else (math.inf, needed)
+
+
+def below_least(budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+    """The refusal of a budget by prediction alone."""
+    return InfeasibleBudgetError(
+        f"Budget `{format_bytes(budget_bytes)}` is below the least predicted peak that was found, "
+        f"`{format_bytes(least_bytes)}`. Pass budget={least_bytes} or more.",
+        requested_bytes=budget_bytes,
+        least_bytes=least_bytes,
+    )

@@ -23,6 +23,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
+from jaxsub.search.candidates import below_least
 from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least, slowed_share
 from jaxsub.search.slicing import Chunks, asked, find_runs
 
@@ -46,7 +47,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     search = _Search(program, target, budget, chunks is True, whole)
     search.run()
     if not search.plans:
-        raise min((refused for refused, _ in search.refusals), key=lambda refused: refused.least_bytes)
+        raise search.refusal()
     is_asked = chunks is True
     return min(
         search.plans,
@@ -349,6 +350,15 @@ class _Search:
             self.refusals.append((refused, runs))
             return False
         return True
+
+    def refusal(self) -> InfeasibleBudgetError:
+        """The refusal of the least, with its plan; where that is predicted alone, of the least that is met if asked."""
+        refused, runs = min(self.refusals, key=lambda found: found[0].least_bytes)
+        again = _Search(self.program, self.target, Budget(refused.least_bytes), self.is_asked, self.whole)
+        if refused.plan is not None or not (runs or again._is_far()):
+            return refused
+        again.run()  # other budgets have other sets
+        return refused if again.plans else below_least(self.n_bytes, again.refusal().least_bytes)
 
 
 def is_slow(program: Program, target: Target, runs: Runs) -> bool:

@@ -145,7 +145,7 @@ class Ladder:
         return in_form(self.site.program, self.form, plan)
 
     def at(self, n_bytes: float, fused_bytes: int | None = None) -> Plan:
-        """The best plan within so many bytes, or the least; gradients that it keeps besides may be told to be fewer."""
+        """The best plan within so many bytes, or the least; with fewer gradients kept besides if given."""
         lost = self.fused_bytes if fused_bytes is None else fused_bytes
         if n_bytes >= self.top_bytes:
             return self.own

@@ -515,9 +515,11 @@ def test_a_refusal_compiles_one_of_the_sets_that_are_expected_to_need_as_much(pr
         needed = int(budget * ((predicted if is_trusted else 1.2 * predicted) if is_sliced else 2.0))
         if is_sliced:
             (priced if is_trusted else compiled).add(given.fingerprint)
+        plan = Plan("f", at_most, len(given.eqns), prediction=Prediction(needed, 0.5, 1.0, 0, "analytic"))
         if needed > at_most.n_bytes:
-            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
-        return Plan("f", at_most, len(given.eqns), prediction=Prediction(needed, 0.5, 1.0, 0, "analytic"))
+            least = None if is_trusted else plan.replace(prediction=Prediction(needed / 1.2, 0.5, 1.0, 0, "analytic"))
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed, plan=least)
+        return plan
 
     with pytest.raises(InfeasibleBudgetError):
         sliced_or_whole(program, get_target("h100"), Budget(budget), "auto", whole)
