@@ -140,19 +140,21 @@ def _kept(program: Program, settings: Settings) -> Plan:
     if not keys:
         return opened(program, _planned(program, settings, target, store), target, store)
     key, least_key = keys
-    if (refusal := find_refusal(store, key)) is not None:
-        raise refusal
     is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
     plan = _known(store, keys, program, target if is_measured else None, settings.budget)
     if plan is not None and settings.progress:
         say(f"found in the plan cache, {summary(plan)}", 0.0)
     if plan is None:
+        refusal = find_refusal(store, key)
         try:
+            if refusal is not None:
+                raise refusal
             plan = _planned(program, settings, target, store)
-        except InfeasibleBudgetError as error:
+        except InfeasibleBudgetError as error:  # another budget's refusal may name less
             plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
             if plan is None:
-                put_refusal(store, key, least_key, program, target, error)
+                if error is not refusal:
+                    put_refusal(store, key, least_key, program, target, error)
                 raise
             if settings.progress:
                 say(f"met by the least plan of a budget that was refused before, {summary(plan)}", 0.0)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Form, Loop
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.figures import predicted_bytes, recomputed_share
-from jaxsub.core.graph import Node
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
@@ -105,6 +105,7 @@ class Ladder:
     pricer: Pricer = field(init=False)
     cuts: list[tuple[int, ...]] = field(init=False)
     candidates: Candidates = field(init=False)
+    scans: list[int] = field(init=False)
     unsplit: Candidates | None = field(init=False, default=None)
     chosen: Partition | None = field(init=False, default=None)
     plannings: dict[bool, Planning] = field(init=False, default_factory=dict)
@@ -120,7 +121,8 @@ class Ladder:
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)
         weights = sum(program.graph.values[i].n_bytes for i in program.differentiated)
-        self.fused_bytes = min(self.fused_bytes, weights) if any(map(_is_scan, program.graph.nodes)) else 0
+        self.scans = [node.index for node in program.graph.nodes if node.primitive == "scan"]
+        self.fused_bytes = min(self.fused_bytes, weights) if self.scans else 0
         if self.fused_bytes:
             planner = once(program, Memo(get(settings.planner)))
             self.unsplit = Candidates(replace(self.pricer, splits_loops=False), planner, self.cuts)
@@ -135,8 +137,7 @@ class Ladder:
     def needed(self, plan: Plan, fused_bytes: int | None = None) -> int:
         """What a plan is predicted to need, gradients besides that the step would not keep with loops as they are."""
         lost = self.fused_bytes if fused_bytes is None else fused_bytes
-        scans = [node.index for node in self.program.graph.nodes if _is_scan(node)]
-        is_whole = any(not run.within and any(run.start <= n < run.stop for n in scans) for run in plan.slices)
+        is_whole = any(not run.within and any(run.start <= n < run.stop for n in self.scans) for run in plan.slices)
         is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)
         return predicted_bytes(plan) + (lost if is_split or is_whole else 0)
 
@@ -156,7 +157,7 @@ class Ladder:
             if not self._little(plans, n_bytes, lost):
                 plans += self._in_slices(max(1, int(n_bytes)), lost)
         fitting = [plan for plan in plans if self.needed(plan, lost) <= n_bytes]
-        return min(fitting, key=self._cost) if fitting else min(plans, key=self.needed)
+        return min(fitting, key=self._cost) if fitting else min(plans, key=partial(self.needed, fused_bytes=lost))
 
     def _little(self, plans: list[Plan], n_bytes: float, lost: int) -> bool:
         """Whether one of the plans is predicted to fit and to recompute hardly anything."""
@@ -389,10 +390,6 @@ def _least_plans(ladders: Mapping[str, Ladder]) -> Iterator[dict[str, Plan]]:
         yield {key: plans[min(number, len(plans) - 1)] for key, plans in least.items()}
     if ladders:
         yield {key: ladder.usual() for key, ladder in ladders.items()}
-
-
-def _is_scan(node: Node) -> bool:
-    return node.primitive == "scan"
 
 
 def _form_of(plan: Plan) -> Form:

@@ -105,6 +105,26 @@ def test_a_budget_above_a_least_that_is_known_is_never_refused(tmp_path, monkeyp
         jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget=least - 1, **asked)
 
 
+def test_a_budget_that_was_refused_is_met_once_a_lower_least_is_known(tmp_path, monkeypatch):
+    """Another budget's refusal may name less: what was refused before is not refused again."""
+    asked = dict(cache=tmp_path, progress=False)
+    search = pipeline._planned
+
+    def refuse(program, settings, target, store):
+        raise InfeasibleBudgetError("no", requested_bytes=settings.budget.n_bytes, least_bytes=2**40)
+
+    monkeypatch.setattr(pipeline, "_planned", refuse)
+    with pytest.raises(InfeasibleBudgetError, match="no"):
+        jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget="3MiB", **asked)
+    monkeypatch.setattr(pipeline, "_planned", search)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget=10_000, **asked)
+    assert refused.value.least_bytes < 3 * 2**20
+    monkeypatch.setattr(pipeline, "_planned", refuse)
+    plan = jaxsub.plan(REFUSED["regions"], BLOCKS, ROWS, budget="3MiB", **asked)
+    assert plan.measurement.temp_bytes == refused.value.least_bytes
+
+
 def test_what_is_never_cut_is_named():
     """Where a backward pass of the user's own holds the peak, the refusal says that it is not cut, with its line."""
 
