@@ -49,7 +49,7 @@ def _replaced(eqn: Any) -> Any:
     def pushed_forward(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x,), (t,) = primals, tangents
         y, is_found, tangent = pool(x), jnp.array(False), jnp.zeros((), t.dtype)
-        for here, t_here in zip(_slices(eqn, x, -jnp.inf, y.shape), _slices(eqn, t, 0, y.shape), strict=True):
+        for here, t_here in zip(_slices(eqn, x, y.shape), _tangents(eqn, t, y.shape), strict=True):
             is_largest = ~(here < y)
             tangent = tangent + jnp.where(is_largest & ~is_found, t_here, 0)
             is_found = is_largest | is_found
@@ -61,10 +61,34 @@ def _replaced(eqn: Any) -> Any:
     return found.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
 
 
-def _slices(eqn: Any, x: Any, outside: float, shape: Sequence[int]) -> Iterator[Any]:
+def _slices(eqn: Any, x: Any, shape: Sequence[int]) -> Iterator[Any]:
     """Yield, for each position in the window, the elements at that position in every window."""
     dims, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    padded = lax.pad(x, jnp.array(outside, x.dtype), [(low, high, 0) for low, high in eqn.params["padding"]])
+    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(low, high, 0) for low, high in eqn.params["padding"]])
     for offset in product(*map(range, dims)):
         stop = [o + (n - 1) * s + 1 for o, n, s in zip(offset, shape, strides, strict=True)]
         yield lax.slice(padded, offset, stop, strides)
+
+
+def _tangents(eqn: Any, t: Any, shape: Sequence[int]) -> Iterator[Any]:
+    """Yield the same of a tangent, with zeros round each slice.
+
+    Zeros round the whole of it would be taken off the sum of all slices' gradients, and where that sum has several
+    readers, XLA's CPU compiler would keep every slice's gradient, each as large as the input.
+    """
+    params = eqn.params
+    for offset in product(*map(range, params["window_dimensions"])):
+        places = map(_place, offset, params["window_strides"], params["padding"], t.shape, shape)
+        starts, stops, edges = zip(*places, strict=True)
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            yield jnp.zeros(shape, t.dtype)
+            continue
+        here = lax.slice(t, starts, stops, params["window_strides"])
+        yield lax.pad(here, jnp.zeros((), t.dtype), edges) if any(map(any, edges)) else here
+
+
+def _place(offset: int, stride: int, padding: tuple[int, int], size: int, n: int) -> tuple[int, int, Any]:
+    """Where a slice starts and stops in one dimension of the input, and how many of `n` windows lack that element."""
+    before = padding[0] - offset
+    first, end = max(0, -(-before // stride)), min(n, (size - 1 + before) // stride + 1)
+    return first * stride - before, (end - 1) * stride - before + 1, (first, n - end, 0)
