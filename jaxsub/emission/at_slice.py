@@ -21,6 +21,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body, Step
 from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
+from jaxsub.jaxpr.own_rules import with_own_rules
 from jaxsub.jaxpr.random_bits import part_of_bits
 
 Env = dict[tuple[Any, Place | None], Any]
@@ -31,12 +32,16 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A slice: the unit it starts at, how many units it has; over which devices the axis is split, and its length."""
+    """A slice: the unit it starts at, how many units it has; over which devices the axis is split, and its length.
+
+    Where it is known what it is compiled for, equations are differentiated by the rules of plans.
+    """
 
     start: Any
     size: int
     split: Split = UNSPLIT
     length: int = 0
+    platform: str | None = None
 
     def index(self, unit: int) -> Any:
         """Where in the axis the elements of the slice are, so many for each unit: its share of what each device has."""
@@ -86,7 +91,7 @@ def _shape_at(aval: Any, state: State, at: At) -> tuple[int, ...]:
 
 def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
     if at is None:
-        return _bound(step.eqn, step.eqn.params, args)
+        return _bound(step.eqn, step.eqn.params, args, None)
     if step.eqn is None:
         place: Any = step.outs[0]
         return [jax.lax.dynamic_slice_in_dim(args[0], at.start * place.unit, at.size * place.unit, place.dim)]
@@ -96,7 +101,7 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
     shapes = [_shape_at(v.aval, out, at) for v, out in zip(step.writes, step.outs, strict=True)]
     if (found := _by_position(step, args, shapes[0], at)) is not None:
         return [found]
-    return _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args)
+    return _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args, at.platform)
 
 
 def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At) -> Any:
@@ -114,12 +119,14 @@ def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At
     return None
 
 
-def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate an equation for other operands."""
+def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any], platform: str | None) -> list[Any]:
+    """Evaluate an equation for other operands, for a platform with the rules of plans."""
     variables = [compat.new_var(a.aval) if compat.is_var(a) else a for a in eqn.invars]
     invars = [v for v in variables if compat.is_var(v)]
     outvars = [compat.new_var(v.aval) for v in eqn.outvars]
-    jaxpr = compat.make_jaxpr_of([eqn.replace(invars=variables, outvars=outvars, params=params)], invars, outvars)
+    eqns = [eqn.replace(invars=variables, outvars=outvars, params=params)]
+    eqns = eqns if platform is None else with_own_rules(eqns, platform)
+    jaxpr = compat.make_jaxpr_of(eqns, invars, outvars)
     return list(jax.core.eval_jaxpr(jaxpr, (), *(x for x, v in zip(args, variables, strict=True) if compat.is_var(v))))
 
 

@@ -49,6 +49,7 @@ def sliced(
     one: Callable[..., Any] | None = None,
     split: Split = UNSPLIT,
     auxiliary: Collection[Any] = (),
+    platform: str | None = None,
 ) -> Callable[..., Values]:
     """Make a function of a run's inputs that runs it in slices, `count` at most.
 
@@ -60,6 +61,7 @@ def sliced(
         one: What a slice of the full size executes, if not `jaxpr_of_slice`: a function of the same arguments.
         split: Over which devices the axis is split; the count times their number divides its length.
         auxiliary: Of the outputs those that are not expected to be differentiated. If they are, that takes longer.
+        platform: What it is compiled for, to differentiate by the rules of plans; `None` for those of JAX.
 
     Example:
         >>> from jaxsub.jaxpr.axes import follow
@@ -69,7 +71,7 @@ def sliced(
         5.0488
     """
     wanted = _results(axis, outputs)
-    plainly = _Slices(axis, wanted, -(-axis.length // count), one, split, _read_for(axis, auxiliary, outputs))
+    plainly = _Slices(axis, wanted, -(-axis.length // count), one, split, _read_for(axis, auxiliary, outputs), platform)
     slices = _differentiable(plainly) if plainly.has_loss() else plainly
 
     def call(*args: Any) -> Values:
@@ -133,6 +135,7 @@ class _Slices:
     planned: Callable[..., Any] | None = None
     split: Split = UNSPLIT
     read: frozenset[Any] = frozenset()
+    platform: str | None = None
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -149,7 +152,7 @@ class _Slices:
             return tuple(self.planned(jnp.asarray(start, jnp.int32), *parts, *wholes))
         env: Env = dict(zip(self.axis.cut, parts, strict=True))
         env.update({(v, None): x for v, x in zip(self.axis.reads, wholes, strict=True)})
-        evaluate(self.axis.steps, env, At(start, size, self.split, self.axis.length))
+        evaluate(self.axis.steps, env, At(start, size, self.split, self.axis.length, self.platform))
         states = zip(self.wanted, self.states(), strict=True)
         return tuple(env[v, s if isinstance(s, Place) else None] for v, s in states)
 

@@ -25,6 +25,7 @@ from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_bodies import is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
 from jaxsub.jaxpr.new_equations import call_eqn
+from jaxsub.jaxpr.own_rules import rules_of
 from jaxsub.jaxpr.trace import Program, program_of, remembered
 
 
@@ -219,7 +220,8 @@ def _folded(program: Program, slices: Slices) -> Any:
     eqns, reads, returns = run_of(program, slices.start, slices.stop)
     one = _planned_slice(program, slices)
     auxiliary = auxiliary_of(program, slices.start, slices.stop)
-    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.split, auxiliary)
+    function = sliced(axis_of(program, slices), reads, returns, slices.count, one, slices.split, auxiliary,
+                      rules_of(program))  # fmt: skip
 
     def run(*args: Any) -> list[Any]:
         return list(function(*args))

@@ -37,8 +37,8 @@ from jaxsub.emission.offload import settled
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import identity
-from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result, tagged
+from jaxsub.jaxpr.own_rules import rules_of, with_own_rules
 from jaxsub.jaxpr.tangents import has_tangent, reaching
 from jaxsub.jaxpr.trace import Program
 
@@ -99,7 +99,7 @@ class _Emitter:
 
     def function(self, segments: Sequence[Segment], scope: str) -> Callable[..., list[Any]]:
         graph, eqns = self.program.graph, self.program.eqns
-        self.eqns = without_scatter(eqns) if segments or self.barriers else eqns
+        self.eqns = with_own_rules(eqns, rules_of(self.program)) if segments or self.barriers else eqns
         self.whiles = tuple(i for i, eqn in enumerate(eqns) if "while" in primitives_in(eqn)) if segments else ()
         steps, _ = self.steps(0, len(graph.nodes), segments, scope)
         index = {v: i for i, v in enumerate(self.variables)}

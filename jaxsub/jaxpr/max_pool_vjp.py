@@ -26,12 +26,8 @@ MOST_PLACES = 25
 """Larger windows would need many slices; they keep JAX's gradient."""
 
 
-def without_scatter(eqns: Sequence[Any]) -> list[Any]:
-    """Replace max-pooling by an equation that is differentiated by slices; other equations stay as they are."""
-    return [_replaced(eqn) if _is_max_pooling(eqn) else eqn for eqn in eqns]
-
-
-def _is_max_pooling(eqn: Any) -> bool:
+def is_max_pooling(eqn: Any) -> bool:
+    """Tell whether an equation is max-pooling with so small a window."""
     if eqn.primitive.name != "reduce_window_max" or not compat.is_var(eqn.invars[0]):
         return False
     dilations = (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
@@ -40,7 +36,7 @@ def _is_max_pooling(eqn: Any) -> bool:
     return is_float and n_places <= MOST_PLACES and all(d == 1 for d in dilations)
 
 
-def _replaced(eqn: Any) -> Any:
+def by_slices(eqn: Any) -> Any:
     """Make the equation that replaces a max-pooling and is differentiated by slices."""
 
     def pool(x: Any) -> Any:

@@ -11,9 +11,9 @@ import jax
 import jax.core
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
+from jaxsub.jaxpr.own_rules import rules_of, with_own_rules
 from jaxsub.jaxpr.trace import Program
 
 
@@ -96,6 +96,6 @@ def read_avals(program: Program, function: RunFunction) -> list[jax.ShapeDtypeSt
 
 def _slice(program: Program, start: int, stop: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     reads, outs = program.graph.read_by(start, stop), tuple(program.graph.made_by(start, stop))
-    eqns = without_scatter(program.eqns[start:stop])
+    eqns = with_own_rules(program.eqns[start:stop], rules_of(program))
     jaxpr = compat.make_jaxpr_of(eqns, [*map(program.variable, reads)], [*map(program.variable, outs)], program.traced)
     return jaxpr, reads, outs

@@ -24,10 +24,10 @@ from jax.extend.core import Literal
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_names
-from jaxsub.jaxpr.max_pool_vjp import without_scatter
 from jaxsub.jaxpr.new_equations import barrier_eqn
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
+from jaxsub.jaxpr.own_rules import rules_of, with_own_rules
 from jaxsub.jaxpr.ragged_products import masked_product
 from jaxsub.jaxpr.trace import Program, array_bytes
 from jaxsub.partition.run_function import RunFunction, run_function, vjp_of
@@ -272,7 +272,7 @@ class _Composed:
         eqn, values = program.eqns[i], graph.nodes[i].inputs
         read = list(dict.fromkeys(values))
         differentiated = tuple(k for k, v in enumerate(read) if graph.values[v].is_differentiated)
-        key = program.signatures[i], tuple(map(read.index, values)), differentiated, active
+        key = program.signatures[i], tuple(map(read.index, values)), differentiated, active, rules_of(program)
         known = _PASSES.setdefault(program.traced, {})
         if key not in known:
             variables = _read_by(eqn)
@@ -358,7 +358,8 @@ def _read_by(eqn: Any) -> list[Any]:
 
 def _function_of(program: Program, eqn: Any, variables: Sequence[Any], active: Sequence[int]) -> Callable[..., Any]:
     """One equation as the function of a run: of the variables that it reads, its differentiated outputs first."""
-    jaxpr = compat.make_jaxpr_of(without_scatter([eqn]), variables, eqn.outvars, program.traced)
+    eqns = with_own_rules([eqn], rules_of(program))
+    jaxpr = compat.make_jaxpr_of(eqns, variables, eqn.outvars, program.traced)
     masked = masked_product(eqn)
 
     def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -74,10 +74,13 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     search = _Search(program, target, Budget(n_bytes), False, whole)
     found: list[tuple[tuple[bool, bool, float, int], Runs, Plan]] = []
     for number, runs in enumerate(find_runs(program, target, n_bytes).sets()):
+        is_slow_there = is_slow(program, target, runs)
+        if found and min(rank for rank, *_ in found) < (False, is_slow_there, round(fixed_cost(runs), 3), number):
+            continue
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
                 plan = search.planned(runs, search.budget)
-                rank = (False, is_slow(program, target, runs), round(cost_of(plan), 3), number)
+                rank = (False, is_slow_there, round(cost_of(plan), 3), number)
             except InfeasibleBudgetError as refused:
                 plan = search.planned(runs, Budget(refused.least_bytes))
                 rank = (True, False, float(needed_bytes(plan)), number)

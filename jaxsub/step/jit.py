@@ -38,12 +38,13 @@ from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.progress import Progress, say
 from jaxsub.search.verify import recalled
 from jaxsub.step import kept_plans
+from jaxsub.step.attempt import Attempt
 from jaxsub.step.device import device_bytes, explaining
 from jaxsub.step.fused_update import Findings
 from jaxsub.step.given import arguments_digest, require_fitting, require_same_arguments, require_same_sites
 from jaxsub.step.options import check_jit_kwargs, fusing, statics_of, under_jit
 from jaxsub.step.report import Argument, StepReport, arguments_of, infeasible, report
-from jaxsub.step.sizing import Attempt, Sizing
+from jaxsub.step.sizing import Sizing
 
 R_co = TypeVar("R_co", covariant=True)
 AnyMemory = str | float | Budget

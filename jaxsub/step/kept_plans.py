@@ -11,7 +11,8 @@ from operator import attrgetter
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.jaxpr.identity import of_jax
 from jaxsub.search.plan_cache import find_plan, of_leasts, put_plan
-from jaxsub.step.sizing import Attempt, Sizing
+from jaxsub.step.attempt import Attempt
+from jaxsub.step.sizing import Sizing
 
 LEAST = "least"
 

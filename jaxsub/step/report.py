@@ -24,9 +24,9 @@ from jaxsub.core.step_plan import PlannedSite
 from jaxsub.search.annotate import opened
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, live_at_peak, peak_line
+from jaxsub.step.attempt import Attempt
 from jaxsub.step.fused_update import Fused, Whole
 from jaxsub.step.ordered_updates import Ordered
-from jaxsub.step.sizing import Attempt
 
 ROWS = 6
 """How many values that stand at the peak are named; the others are counted."""

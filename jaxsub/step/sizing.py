@@ -13,195 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Form, Loop
+from jaxsub.core.decisions import Form
 from jaxsub.core.disk_cache import Store
-from jaxsub.core.figures import predicted_bytes, recomputed_share
-from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs.chain_builder import Pricer, Prices
+from jaxsub.costs.chain_builder import Prices
 from jaxsub.devices.targets import Target
-from jaxsub.emission.forms import program_in
 from jaxsub.emission.own_regions import n_own_regions
-from jaxsub.jaxpr.shardings import gathered_bytes
-from jaxsub.jaxpr.trace import Program
-from jaxsub.planners import get
-from jaxsub.planners.memo import Memo
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import CallSite, Trial
-from jaxsub.search.candidates import Candidates, Partition
-from jaxsub.search.forms import added_flops, forms_of, in_form
-from jaxsub.search.pipeline import Planning, may_be_sliced, once
-from jaxsub.search.propagated import shares_of
-from jaxsub.search.slice_search import best_in_slices, cost_of, is_slow
-from jaxsub.search.verify import cut_choices, untouched, usual_choices
-from jaxsub.step.fused_update import Findings
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attempt:
-    """A step that was compiled.
-
-    Attributes:
-        trial: Its plans, and the functions that were found in it.
-        measurement: What the compiler allocates for it.
-        run: What can be called: the step under `jax.jit`.
-        digest: A digest of what was compiled.
-        updates: Which updates run inside the backward scans.
-    """
-
-    trial: Trial
-    measurement: Measurement
-    run: Any
-    digest: str = ""
-    updates: Findings = field(default_factory=Findings)
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        """Each function's plan, by fingerprint."""
-        return {key: self.trial.plans.get(key, site.own) for key, site in self.trial.sites.items()}
-
-    @property
-    def extra_flops(self) -> float:
-        """Recompute of all its functions, own regions' too, and the time in which slices move weights, as FLOPs."""
-        return sum(_extra_flops(plan, self.trial.sites[key]) * self.trial.calls[key]
-                   for key, plan in self.plans.items())  # fmt: skip
-
-    @property
-    def is_heavy(self) -> bool:
-        """Whether so much is recomputed that plans which need less may recompute less too."""
-        return self.extra_flops > TUNING.heavy_recompute * _forward_flops(self.plans)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether runs in slices of its functions are slow."""
-        pairs = ((self.trial.sites[key].program, plan) for key, plan in self.plans.items() if plan.slices)
-        return any(is_slow(program_in(program, plan), self.trial.target, plan.slices) for program, plan in pairs)
-
-
-@dataclass(slots=True, eq=False)
-class Ladder:
-    """Plans of one function from its own down to the least.
-
-    In another form than that of its own plan it begins with the function in that form. Where the step updates in the
-    backward scans of its loops, plans that split these keep so many bytes of gradients besides (`fused_bytes`).
-    """
-
-    site: CallSite
-    target: Target
-    store: Store | None
-    progress: Callable[[str], None]
-    may_slice: bool
-    form: Form
-    fused_bytes: int = 0
-    prices: Prices = field(default_factory=Prices)
-    program: Program = field(init=False)
-    own: Plan = field(init=False)
-    pricer: Pricer = field(init=False)
-    cuts: list[tuple[int, ...]] = field(init=False)
-    candidates: Candidates = field(init=False)
-    scans: list[int] = field(init=False)
-    unsplit: Candidates | None = field(init=False, default=None)
-    chosen: Partition | None = field(init=False, default=None)
-    plannings: dict[bool, Planning] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        settings = self.site.settings
-        self.program = program = program_in(self.site.program, self.form)
-        self.own = self.site.own if self.form == _form_of(self.site.own) else self._of_site(untouched(program))
-        gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
-        self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares_of(program, self.target),
-                             gathered, settings.offload, self.prices)  # fmt: skip
-        self.cuts = cut_choices(program)
-        planner = once(program, Memo(get(settings.planner)))
-        self.candidates = Candidates(self.pricer, planner, self.cuts)
-        weights = sum(program.graph.values[i].n_bytes for i in program.differentiated)
-        self.scans = [node.index for node in program.graph.nodes if node.primitive == "scan"]
-        self.fused_bytes = min(self.fused_bytes, weights) if self.scans else 0
-        if self.fused_bytes:
-            planner = once(program, Memo(get(settings.planner)))
-            self.unsplit = Candidates(replace(self.pricer, splits_loops=False), planner, self.cuts)
-
-    @property
-    def top_bytes(self) -> int:
-        """What the function's own plan is predicted to need."""
-        with self.site.axes():
-            own = self.own.prediction or self.candidates.plain().prediction
-        return own.temp_bytes if own is not None else 0
-
-    def needed(self, plan: Plan, fused_bytes: int | None = None) -> int:
-        """What a plan is predicted to need, gradients besides that the step would not keep with loops as they are."""
-        lost = self.fused_bytes if fused_bytes is None else fused_bytes
-        is_whole = any(not run.within and any(run.start <= n < run.stop for n in self.scans) for run in plan.slices)
-        is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)
-        return predicted_bytes(plan) + (lost if is_split or is_whole else 0)
-
-    def _of_site(self, plan: Plan) -> Plan:
-        """A plan of the program as one of the function."""
-        return in_form(self.site.program, self.form, plan)
-
-    def at(self, n_bytes: float, fused_bytes: int | None = None) -> Plan:
-        """The best plan within so many bytes, or the least; with fewer gradients kept besides if given."""
-        lost = self.fused_bytes if fused_bytes is None else fused_bytes
-        if n_bytes >= self.top_bytes:
-            return self.own
-        with self.site.axes():
-            if self.chosen is None:
-                self.chosen = self.candidates.ranked(max(1, int(n_bytes)))[0]
-            plans = [self._of_site(made.plan(self.chosen, asked)) for made, asked in self._makers(n_bytes, lost)]
-            if not self._little(plans, n_bytes, lost):
-                plans += self._in_slices(max(1, int(n_bytes)), lost)
-        fitting = [plan for plan in plans if self.needed(plan, lost) <= n_bytes]
-        return min(fitting, key=self._cost) if fitting else min(plans, key=partial(self.needed, fused_bytes=lost))
-
-    def _little(self, plans: list[Plan], n_bytes: float, lost: int) -> bool:
-        """Whether one of the plans is predicted to fit and to recompute hardly anything."""
-        return any(self.needed(plan, lost) <= n_bytes and recomputed_share(plan) <= TUNING.little_recompute
-                   for plan in plans)  # fmt: skip
-
-    def _makers(self, n_bytes: float, lost: int) -> list[tuple[Candidates, float]]:
-        """What makes plans, and what it is asked for: those that may split loops leave room for the gradients."""
-        room = max(1.0, n_bytes - lost)
-        return [(self.candidates, room), *([(self.unsplit, n_bytes)] if self.unsplit is not None and lost else [])]
-
-    def _cost(self, plan: Plan) -> tuple[bool, float]:
-        """What a plan costs: slices that are slow come last."""
-        return is_slow(self.program, self.target, plan.slices), cost_of(plan)
-
-    def _in_slices(self, n_bytes: int, lost: int) -> list[Plan]:
-        """The best plans with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
-        program, settings = self.program, self.site.settings
-        if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
-            return []
-        found: list[Plan] = []
-        for splits_loops in (False, True) if lost else (True,):
-            if self._little(found, n_bytes, lost):
-                break
-            if splits_loops not in self.plannings:
-                self.plannings[splits_loops] = Planning(settings, self.target, self.store, self.progress, self.prices,
-                                                        splits_loops)  # fmt: skip
-            room = max(1, n_bytes - lost) if splits_loops else n_bytes
-            plan = best_in_slices(program, self.target, room, self.plannings[splits_loops].whole)
-            found += [] if plan is None else [self._of_site(plan)]
-        return found
-
-    def least(self) -> list[Plan]:
-        """The least plan on each partition, and in slices; the same whatever was asked before."""
-        with self.site.axes():
-            makers = self._makers(1, self.fused_bytes)
-            whole = (self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts)
-            return [*whole, *self._in_slices(1, self.fused_bytes)]
-
-    def usual(self) -> Plan:
-        """What at most one extra forward pass buys."""
-        with self.site.axes():
-            choices = usual_choices(self.program, self.cuts, self.site.settings.planner)
-            return self._of_site(self.candidates.natural(choices))
+from jaxsub.search.forms import added_flops
+from jaxsub.search.pipeline import may_be_sliced
+from jaxsub.step.attempt import Attempt, cost_of_step, extra_flops, forward_flops
+from jaxsub.step.ladder import Ladder, form_of, ladder_forms
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +64,7 @@ class Sizing:
     def __post_init__(self) -> None:
         self.attempts = {_shape(self.first.plans): self.first}
         sized = {key: site for key, site in self.first.trial.sites.items() if site.is_sized}
-        forms = {key: _forms(site) for key, site in sized.items()}
+        forms = {key: ladder_forms(site) for key, site in sized.items()}
         most = max(map(len, forms.values()), default=1)
         self.ways = [
             {key: self._ladder(site, forms[key][min(n, len(forms[key]) - 1)]) for key, site in sized.items()}
@@ -273,8 +100,8 @@ class Sizing:
             self._search(ladders, n_bytes)
             best = self._best(n_bytes)
             if best is None or best.is_slow or best.is_heavy:
-                self._try_least(ladders, n_bytes)
-            if best is not None:
+                self._try_least(ladders, n_bytes, best)
+            if (best := self._best(n_bytes)) is not None:
                 self._relax(ladders, best, n_bytes)
         return self._best(n_bytes)
 
@@ -294,16 +121,21 @@ class Sizing:
             self._try_least(ladders)
         return min(self.attempts.values(), key=lambda a: a.measurement.step_bytes)
 
-    def _try_least(self, ladders: Mapping[str, Ladder], n_bytes: int = 0) -> None:
-        """Compile the least plans, lowest prediction first: those that may need less than others, or may fit."""
+    def _try_least(self, ladders: Mapping[str, Ladder], n_bytes: int = 0, best: Attempt | None = None) -> None:
+        """Compile the least plans, lowest prediction first: those that may need less than others, or may fit.
+
+        Where something fits, only those that cost less.
+        """
         room = n_bytes - self._given_bytes
 
         def needed(plans: Mapping[str, Plan]) -> int:
             return max(ladders[key].needed(plan) for key, plan in plans.items())
 
-        for plans in sorted(_least_plans(ladders), key=needed):
+        for plans in sorted(_least_plans(ladders, is_all=best is None), key=needed):
+            if best is not None and cost_of_step({**best.plans, **plans}, best.trial) >= best.cost:
+                continue
             predicted = needed(plans) / TUNING.prediction_error
-            if predicted <= self.least_bytes:
+            if best is None and predicted <= self.least_bytes:
                 self.least_bytes = min(self.least_bytes, self.attempt(plans).measurement.temp_bytes)
             elif predicted <= room:
                 self.attempt(plans)
@@ -318,7 +150,7 @@ class Sizing:
 
     def _best(self, n_bytes: int) -> Attempt | None:
         fitting = [a for a in self.attempts.values() if self._fits(a, n_bytes)]
-        return min(fitting, key=lambda a: (a.is_slow, a.extra_flops, a.measurement.step_bytes), default=None)
+        return min(fitting, key=lambda a: (*a.cost, a.measurement.step_bytes), default=None)
 
     def _search(self, ladders: Mapping[str, Ladder], n_bytes: int) -> None:
         """Move the level until the step fits and leaves little."""
@@ -346,7 +178,7 @@ class Sizing:
             needed = found.measurement.temp_bytes
             # below what these plans need there are others
             level = max(planned, default=level) if needed > budget else max(level, 1.0, *planned)
-            is_cheap = found.extra_flops <= 1e-3 * _forward_flops(plans)
+            is_cheap = found.extra_flops <= 1e-3 * forward_flops(plans)
             if needed <= budget and (needed >= TUNING.close_step * budget or is_cheap):
                 break
             bracket.add(level, needed)
@@ -365,9 +197,9 @@ class Sizing:
         best, calls = self._best(n_bytes), self.first.trial.calls
         if best is None or not any(ladder.fused_bytes for ladder in ladders.values()):
             return
-        most = best.extra_flops - TUNING.compile_gain * _forward_flops(best.plans)
+        most = best.extra_flops - TUNING.compile_gain * forward_flops(best.plans)
         plans = {key: ladder.at(max(1.0, level), 0) for key, ladder in ladders.items()} if most > 0 else {}
-        if plans and sum(_extra_flops(p, ladders[key].site) * calls[key] for key, p in plans.items()) < most:
+        if plans and sum(extra_flops(p, ladders[key].site) * calls[key] for key, p in plans.items()) < most:
             self.attempt(plans)
 
     def _relax(self, ladders: Mapping[str, Ladder], best: Attempt, n_bytes: int) -> None:
@@ -375,43 +207,32 @@ class Sizing:
         if len(ladders) == 1:
             return
         plans = dict(best.plans)
-        cost = {key: _extra_flops(plan, ladders[key].site) for key, plan in plans.items() if key in ladders}
-        least = TUNING.compile_gain * _forward_flops(plans)
+        cost = {key: extra_flops(plan, ladders[key].site) for key, plan in plans.items() if key in ladders}
+        least = TUNING.compile_gain * forward_flops(plans)
         for key in sorted(ladders, key=lambda key: -cost[key]):
             relaxed = {**plans, key: ladders[key].own}
             if cost[key] > least and self._fits(self.attempt(relaxed), n_bytes):
                 plans = relaxed
 
 
-def _least_plans(ladders: Mapping[str, Ladder]) -> Iterator[dict[str, Plan]]:
-    """Every function at its least, on each partition, and at what is usual: weights' gradients may hold more."""
-    least = {key: ladder.least() for key, ladder in ladders.items()}
+def _least_plans(ladders: Mapping[str, Ladder], *, is_all: bool) -> Iterator[dict[str, Plan]]:
+    """Functions at their least, on each partition, and at what is usual: weights' gradients may hold more.
+
+    Unless it is all, one that needs no more than another at its least keeps its own plan.
+    """
+    least: dict[str, list[Plan]] = {}
+    floor, small = 0, set[str]()
+    for key, ladder in sorted(ladders.items(), key=lambda item: -item[1].top_bytes):
+        if not is_all and ladder.top_bytes <= floor:
+            small.add(key)
+        least[key] = [ladder.own] if key in small else ladder.least()
+        floor = max(floor, min(map(ladder.needed, least[key])))
     for number in range(max((len(plans) for plans in least.values()), default=0)):
         yield {key: plans[min(number, len(plans) - 1)] for key, plans in least.items()}
     if ladders:
-        yield {key: ladder.usual() for key, ladder in ladders.items()}
-
-
-def _form_of(plan: Plan) -> Form:
-    return Form(plan.opened_regions, plan.clones)
-
-
-def _forms(site: CallSite) -> tuple[Form, ...]:
-    """The forms to plan a function in: where it has a budget of its own, first the one that is best within it."""
-    forms = forms_of(site.program)
-    return forms if site.settings.budget == Budget() else tuple(dict.fromkeys((_form_of(site.own), *forms)))
-
-
-def _extra_flops(plan: Plan, site: CallSite) -> float:
-    kept = added_flops(site.program, Form(plan.opened_regions))
-    forward_flops = plan.prediction.forward_flops if plan.prediction else sum(n.flops for n in site.program.graph.nodes)
-    return kept + cost_of(plan) * max(forward_flops, 1.0)
-
-
-def _forward_flops(plans: Mapping[str, Plan]) -> float:
-    return sum(p.prediction.forward_flops for p in plans.values() if p.prediction is not None)
+        yield {key: ladder.own if key in small else ladder.usual() for key, ladder in ladders.items()}
 
 
 def _shape(plans: Mapping[str, Plan]) -> Any:
     """What of plans decides what is compiled."""
-    return tuple((key, _form_of(p), p.slices, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))
+    return tuple((key, form_of(p), p.slices, p.segments, p.barriers, p.loops) for key, p in sorted(plans.items()))
