@@ -132,10 +132,10 @@ class Sublinear(Wrapped[P, R]):
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """The function, traced and not planned."""
         statics, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
-        with call_sites.enclosing(self.settings.target):
+        with call_sites.enclosing(self.settings.target) as target:
             program = self._trace(statics, dynamic_args, dynamic_kwargs, len(args))
         check_differentiated(program)
-        return program
+        return replace(program, platform=get_target(target).platform)
 
     def _trace(self, statics: Any, args: list[Any], kwargs: dict[str, Any], n_args: int) -> Program:
         argnums = self._statics.dynamic_argnums(self.settings.argnums, n_args)
@@ -159,8 +159,8 @@ class Sublinear(Wrapped[P, R]):
                 return self._planned(key, program, trial, target)
 
     def _planned(self, key: Any, program: Program, trial: Any, target: Any) -> tuple[Program, Callable[..., Any], Plan]:
-        plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
         program = replace(program, platform=get_target(target).platform)
+        plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
         run = _Emitted(emit(program, plan), _name_of(self.fun))
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
             self._programs[key] = program

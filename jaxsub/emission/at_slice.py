@@ -121,7 +121,8 @@ def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At
 
 def _bound(eqn: Any, params: dict[str, Any], args: Sequence[Any], platform: str | None) -> list[Any]:
     """Evaluate an equation for other operands, for a platform with the rules of plans."""
-    variables = [compat.new_var(a.aval) if compat.is_var(a) else a for a in eqn.invars]
+    variables = [compat.new_var(jax.typeof(x)) if compat.is_var(a) else a
+                 for a, x in zip(eqn.invars, args, strict=True)]  # fmt: skip
     invars = [v for v in variables if compat.is_var(v)]
     outvars = [compat.new_var(v.aval) for v in eqn.outvars]
     eqns = [eqn.replace(invars=variables, outvars=outvars, params=params)]

@@ -1,9 +1,9 @@
 """Differentiate grouped convolutions on a CPU by their weights in blocks of channels.
 
-Of a convolution in groups, a depthwise one for instance, XLA's CPU compiler makes the weights' gradient densely, for all
-pairs of channels, and then takes out those of one group: as many times the FLOPs as there are groups, in kernels that
-with 768 channels and 7 x 7 places are 110 MiB each. Block by block of channels the same numbers take as much only for
-pairs in one block. Other compilers have grouped kernels and keep JAX's rule.
+Of a convolution in groups, a depthwise one for instance, XLA's CPU compiler makes the weights' gradient densely, for
+all pairs of channels, and then takes out those of one group: as many times the FLOPs as there are groups, in kernels
+that with 768 channels and 7 x 7 places are 110 MiB each. Block by block of channels the same numbers take as much only
+for pairs in one block. Other compilers have grouped kernels and keep JAX's rule.
 
 The rule is that of JAX, but for the weights' tangent: it is convolved in blocks, which are then concatenated.
 """

@@ -1,4 +1,4 @@
-"""Equations that plans differentiate by rules of their own: what compilers make of those of JAX needs far more memory."""
+"""Equations that plans differentiate by rules of their own: what compilers make of JAX's needs far more memory."""
 
 from __future__ import annotations
 
