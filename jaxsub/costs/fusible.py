@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
+from jaxsub.jaxpr.late_zeros import SCATTER_ADDS
 from jaxsub.jaxpr.random_bits import is_threefry
 from jaxsub.jaxpr.trace import array_bytes, aval_bytes
 
@@ -33,7 +34,6 @@ PLAIN = TAKEN_IN.union(
 
 REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 IN_PLACE = frozenset("scatter scatter-add scatter_add scatter-mul scatter-min scatter-max dynamic_update_slice".split())
-SCATTER_ADDS = frozenset(("scatter-add", "scatter_add"))
 SAME = frozenset("optimization_barrier name copy_p".split())
 """Primitives whose results are their operands."""
 

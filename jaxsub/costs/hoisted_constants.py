@@ -14,10 +14,10 @@ from typing import Any
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import primitives_in
+from jaxsub.jaxpr.late_zeros import SCATTER_ADDS
 from jaxsub.partition.traced_run import TracedRun
 
-SCATTERS = frozenset(("scatter-add", "scatter_add"))
-HOISTING = SCATTERS | {"select_and_scatter_add", "scan"}
+HOISTING = SCATTER_ADDS | {"select_and_scatter_add", "scan"}
 """Primitives of backward passes that need large arrays without operands."""
 
 TOGETHER = "hoisted_together"
@@ -50,7 +50,7 @@ def _names(run: TracedRun) -> frozenset[str]:
 
 
 def _zeros(run: TracedRun) -> frozenset[Shape]:
-    made = [eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTERS]
+    made = [eqn.outvars[0].aval for eqn in run.backward if eqn.primitive.name in SCATTER_ADDS]
     if compat.joins_zeros_of_loops():
         made += [v.aval for eqn in run.backward for v in stacked_by(eqn)]
     return frozenset((tuple(aval.shape), aval.dtype) for aval in made)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jaxsub.core.chain import Stage
 from jaxsub.core.graph import Graph
-from jaxsub.costs.fusible import SCATTER_ADDS, VIEWS, written_over
+from jaxsub.costs.fusible import VIEWS, written_over
 from jaxsub.costs.fusion import Lives
 from jaxsub.costs.hoisted_constants import TOGETHER, stacked_by
 from jaxsub.costs.multi_output_fusion import joined
@@ -24,6 +24,7 @@ from jaxsub.costs.scheduler import Kernel, depth_first, greedy, made_late, peak_
 from jaxsub.costs.split_k import is_part
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.late_zeros import SCATTER_ADDS
 from jaxsub.partition.traced_run import TracedRun
 
 Found = TypeVar("Found")

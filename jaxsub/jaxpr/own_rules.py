@@ -1,4 +1,4 @@
-"""Equations that plans differentiate by rules of their own: what compilers make of JAX's needs far more memory."""
+"""Equations that plans evaluate or differentiate by rules of their own: those of JAX need far more memory, compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxsub.jaxpr.grouped_conv_vjp import in_blocks, is_grouped
+from jaxsub.jaxpr.late_zeros import with_late_zeros
 from jaxsub.jaxpr.max_pool_vjp import by_slices, is_max_pooling
 from jaxsub.jaxpr.trace import Program
 
@@ -17,7 +18,8 @@ def rules_of(program: Program) -> str:
 
 def with_own_rules(eqns: Iterable[Any], platform: str) -> list[Any]:
     """Replace equations by others of the same values and gradients; other equations stay as they are."""
-    return [_replaced(eqn, platform) for eqn in eqns]
+    found = [_replaced(eqn, platform) for eqn in eqns]
+    return with_late_zeros(found) if platform == "cpu" else found
 
 
 def _replaced(eqn: Any, platform: str) -> Any:
