@@ -119,6 +119,12 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -
     one = program_of_slice(program, runs[0])
     most = replace(most, needed=needed_bytes(whole(one, Budget(NO_LIMIT), True)))
     least = planned(most.needed - (most.total - n_bytes))
+    for _ in range(TUNING.slice_corrections):  # on the line through both, before the least
+        if least.total <= n_bytes or least.needed >= most.needed:
+            break
+        slope = min(1.0, (most.total - least.total) / (most.needed - least.needed))
+        asked = least.needed - (least.total - n_bytes) / slope if slope > 0 else 1
+        most, least = least, planned(int(asked))
     if least.total > n_bytes:
         most, least = least, planned(1)
     low, is_same = least.needed, False
