@@ -76,7 +76,9 @@ def test_no_weights_gradient_is_made_for_all_pairs_of_channels(count):
     fun, w, x = arguments(512, 1, 1, "NHWC", 1)
     chunks = {0: count} if count > 1 else False
     plan = jaxsub.plan(fun, w, x, budget="6MiB", chunks=chunks, progress=False, cache=False)
-    assert jaxsub.measure(fun, w, x).temp_bytes >= 2 * 3 * 3 * 512 * 512 * 4
+    plain = jaxsub.measure(fun, w, x).temp_bytes
+    print(f"{plain / 2**20:.1f} MiB plainly, {plan.measurement.temp_bytes / 2**20:.1f} under a plan")
+    assert plain >= 2 * 3 * 3 * 512 * 512 * 4
     assert plan.measurement.temp_bytes < 3 * 3 * 512 * 512 * 4 / 2
     ours = jaxsub.jit(jax.grad(jaxsub.sublinear(fun, plan=plan, progress=False)))(w, x)
     chex.assert_trees_all_close(ours, jax.grad(fun)(w, x), rtol=1e-4, atol=1e-4)
