@@ -47,7 +47,7 @@ GIB = 2**30
 WAYS = ("plain", "by hand", "planned")
 LLAMA = Size(1024, 12, 16, 8, 64, 4096, 32_000, batch=8, length=2048)
 TOY_LLAMA = Size(32, 2, 2, 2, 16, 96, 256, batch=2, length=16, is_scanned=False, attention="xla")
-BATCH_MEMORY = {False: 24 * GIB, True: 2**20}
+BATCH_MEMORY = {False: 24 * GIB, True: 2**19}
 STEPS, WARM_UP, CLOSE = 7, 2, 0.05
 """Steps that are timed, steps before them, and how far bf16 gradients may be apart, as a share of the largest."""
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -30,7 +31,8 @@ def is_grouped(eqn: Any) -> bool:
     """Tell whether an equation is a convolution in groups of more channels than a block has."""
     if eqn.primitive.name != "conv_general_dilated" or eqn.params["feature_group_count"] == 1:
         return False
-    return len(list(_blocks(eqn))) > 1 and all(map(compat.is_var, eqn.invars))
+    is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    return is_float and len(list(_blocks(eqn))) > 1 and all(map(compat.is_var, eqn.invars))
 
 
 def in_blocks(eqn: Any) -> Any:
