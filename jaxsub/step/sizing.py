@@ -194,12 +194,12 @@ class Sizing:
 
     def _try_split(self, ladders: Mapping[str, Ladder], level: float, n_bytes: int) -> None:
         """Try plans that split loops where they recompute clearly less: their gradients may not be live at the peak."""
-        best, calls = self._best(n_bytes), self.first.trial.calls
+        best = self._best(n_bytes)
         if best is None or not any(ladder.fused_bytes for ladder in ladders.values()):
             return
         most = best.extra_flops - TUNING.compile_gain * forward_flops(best.plans)
         plans = {key: ladder.at(max(1.0, level), 0) for key, ladder in ladders.items()} if most > 0 else {}
-        if plans and sum(extra_flops(p, ladders[key].site) * calls[key] for key, p in plans.items()) < most:
+        if plans and cost_of_step(plans, self.first.trial)[1] < most:
             self.attempt(plans)
 
     def _relax(self, ladders: Mapping[str, Ladder], best: Attempt, n_bytes: int) -> None:
