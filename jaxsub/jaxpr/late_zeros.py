@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.new_equations import call_eqn
+from jaxsub.jaxpr.new_equations import in_place_of
 
 SCATTER_ADDS = frozenset(("scatter-add", "scatter_add"))
 """Primitives that add to some elements of an operand: JAX has renamed it."""
@@ -25,13 +25,18 @@ SCATTER_ADDS = frozenset(("scatter-add", "scatter_add"))
 
 def with_late_zeros(eqns: Sequence[Any]) -> list[Any]:
     """Replace the equations that add to zeros of floats which others of these equations make."""
-    zeros = {eqn.outvars[0] for eqn in eqns if _is_zeros(eqn)}
+    zeros = {eqn.outvars[0] for eqn in eqns if makes_zeros(eqn) and _is_float(eqn.outvars[0])}
     return [_into_late_zeros(eqn) if _adds_to(eqn, zeros) else eqn for eqn in eqns]
 
 
-def _is_zeros(eqn: Any) -> bool:
+def makes_zeros(eqn: Any) -> bool:
+    """Tell whether an equation makes zeros of nothing."""
     is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
-    return is_constant and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) and not np.any(eqn.invars[0].val)
+    return is_constant and not np.any(eqn.invars[0].val)
+
+
+def _is_float(variable: Any) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.floating))
 
 
 def _adds_to(eqn: Any, zeros: set[Any]) -> bool:
@@ -44,5 +49,4 @@ def _into_late_zeros(eqn: Any) -> Any:
         late = jnp.where(first == first, zero, -zero)
         return eqn.primitive.bind(jnp.broadcast_to(late, zeros.shape), indices, updates, **eqn.params)
 
-    found = call_eqn(scattered, [compat.shape_of(v.aval) for v in eqn.invars])
-    return found.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+    return in_place_of(eqn, jax.jit(scattered))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.new_equations import in_place_of
 
 MOST_PLACES = 25
 """Larger windows would need many slices; they keep JAX's gradient."""
@@ -53,8 +54,7 @@ def by_slices(eqn: Any) -> Any:
 
     function = jax.custom_jvp(pool)
     function.defjvp(pushed_forward)
-    (found,) = compat.open_jaxpr(jax.make_jaxpr(function)(compat.shape_of(eqn.invars[0].aval))).eqns
-    return found.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+    return in_place_of(eqn, function)
 
 
 def _slices(eqn: Any, x: Any, shape: Sequence[int]) -> Iterator[Any]:

@@ -18,6 +18,14 @@ def call_eqn(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     return call
 
 
+def in_place_of(eqn: Any, function: Callable[..., Any]) -> Any:
+    """An equation that evaluates a function, traced to one equation, of another's operands and replaces it."""
+    with jax.disable_jit(False):
+        closed = jax.make_jaxpr(function)(*(compat.shape_of(v.aval) for v in eqn.invars))
+    (found,) = compat.open_jaxpr(closed).eqns
+    return found.replace(invars=list(eqn.invars), outvars=list(eqn.outvars), source_info=eqn.source_info)
+
+
 @functools.cache
 def barrier_eqn() -> Any:
     """An equation of an optimization barrier, to replace the variables of."""

@@ -19,11 +19,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import Flops, flops_of
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns, renamed, with_new_names
+from jaxsub.jaxpr.late_zeros import makes_zeros
 from jaxsub.jaxpr.new_equations import barrier_eqn
 from jaxsub.jaxpr.output_only_vjp import is_known_by_result
 from jaxsub.jaxpr.output_only_vjp import tagged as tagged_result
@@ -303,7 +303,8 @@ class _Composed:
         eqns = [with_new_names(eqn, here) for eqn in passes.backward]
         self.backward += eqns
         self._size([v for eqn in eqns for v in eqn.outvars], (*node.inputs, *node.outputs))
-        zeros = {v for eqn in passes.backward if _is_zeros(eqn) for v in eqn.outvars}
+        # the gradients of inputs that no output depends on
+        zeros = {v for eqn in passes.backward if makes_zeros(eqn) for v in eqn.outvars}
         values = [v for v in dict.fromkeys(node.inputs) if self.program.graph.values[v].is_differentiated]
         for value, gradient in zip(values, passes.gradients, strict=True):
             if gradient not in zeros if compat.is_var(gradient) else np.any(gradient.val):
@@ -373,12 +374,6 @@ def _function_of(program: Program, eqn: Any, variables: Sequence[Any], active: S
         return tuple(outs[k] for k in active), tuple(out for k, out in enumerate(outs) if k not in active)
 
     return call
-
-
-def _is_zeros(eqn: Any) -> bool:
-    """Whether an equation makes zeros of nothing: JAX gives these for an input that no output depends on."""
-    is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
-    return is_constant and not np.any(eqn.invars[0].val)
 
 
 @functools.cache
