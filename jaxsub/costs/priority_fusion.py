@@ -49,12 +49,17 @@ class PriorityFusion:
     bytes_of: Callable[[Any], int]
     gpu: Target
     flat: Collection[Any] = ()
+    _rate: float = field(init=False)
     _operations: dict[int, int] = field(init=False, default_factory=dict)
     _reads: dict[int, set[Any]] = field(init=False, default_factory=dict)
     _repeats: dict[int, set[Any]] = field(init=False, default_factory=dict)
     _users: dict[Any, set[int]] = field(init=False, default_factory=dict)
+    _n_bytes: dict[int, int] = field(init=False, default_factory=dict)
     _seconds: dict[int, float] = field(init=False, default_factory=dict)
     _gains: dict[Any, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rate = self.gpu.rate("float32", is_matmul=False)
 
     def stored(self) -> set[Any]:
         """Find the values that are stored though they could be fused."""
@@ -66,7 +71,8 @@ class PriorityFusion:
             self._reads[kernel] = {self.base(a) for a in self.eqns[kernel].invars if compat.is_var(a)}
             self._operations[kernel] = operations(self.eqns[kernel], self.gpu)
             self._repeats[kernel] = self._repeated(self.eqns[kernel])
-            self._seconds[kernel] = self._time(kernel, self._operations[kernel], self._reads[kernel])
+            self._n_bytes[kernel] = sum(map(self.bytes_of, (*self.eqns[kernel].outvars, *self._reads[kernel])))
+            self._seconds[kernel] = self._time(self._operations[kernel], self._n_bytes[kernel])
         return self._fuse(found)
 
     def _repeated(self, eqn: Any) -> set[Any]:
@@ -88,10 +94,6 @@ class PriorityFusion:
         """Tell whether a value takes longer to compute than to write; what does not is fused in any case."""
         seconds = operations(self.eqns[self.makers[v]], self.gpu) / self._rate
         return seconds > self.bytes_of(v) / self.gpu.bytes_per_second
-
-    @property
-    def _rate(self) -> float:
-        return self.gpu.rate("float32", is_matmul=False)
 
     def _connected(self, values: Iterable[Any]) -> list[Any]:
         """List what values are computed from and what is computed of them, up to what is stored, in order."""
@@ -129,28 +131,30 @@ class PriorityFusion:
         maker = self.makers[v]
         gain = LAUNCH_SECONDS + self._seconds[maker]
         for k in self._users[v]:
-            gain += self._seconds[k] - self._time(k, *self._with(k, v))
+            gain += self._seconds[k] - self._time(*self._with(k, v))
         return gain
 
-    def _with(self, kernel: int, v: Any) -> tuple[int, set[Any]]:
-        """The operations and reads of a kernel with a value fused into it."""
-        maker = self.makers[v]
-        added = self._operations[maker] * (ERFC_COPIES if v in self._repeats[kernel] else 1)
-        return self._operations[kernel] + added, (self._reads[kernel] | self._reads[maker]) - {v}
+    def _with(self, kernel: int, v: Any) -> tuple[int, int]:
+        """The operations and bytes of a kernel with a value fused into it: it reads what that is made of instead."""
+        maker, reads = self.makers[v], self._reads[kernel]
+        n_operations = self._operations[maker] * (ERFC_COPIES if v in self._repeats[kernel] else 1)
+        n_bytes = sum([self.bytes_of(r) for r in self._reads[maker] if r not in reads])
+        n_bytes -= self.bytes_of(v) if v in reads else 0
+        return self._operations[kernel] + n_operations, self._n_bytes[kernel] + n_bytes
 
     def _into_users(self, v: Any) -> set[Any]:
         """Fuse a value into all that read it; return the values that are worth something else now."""
         maker, touched = self.makers[v], set[Any]()
         for kernel in self._users[v]:
-            self._operations[kernel], self._reads[kernel] = self._with(kernel, v)
-            self._seconds[kernel] = self._time(kernel, self._operations[kernel], self._reads[kernel])
+            self._operations[kernel], self._n_bytes[kernel] = self._with(kernel, v)
+            self._reads[kernel] = (self._reads[kernel] | self._reads[maker]) - {v}
+            self._seconds[kernel] = self._time(self._operations[kernel], self._n_bytes[kernel])
             self._repeats[kernel] = self._repeats[kernel] | self._repeats[maker]
             touched.update(self._reads[kernel], self.eqns[kernel].outvars)
         for u in self._reads[maker] & self._users.keys():
             self._users[u] = (self._users[u] - {maker}) | self._users[v]
         return touched
 
-    def _time(self, kernel: int, n_operations: int, reads: Iterable[Any]) -> float:
-        n_bytes = sum(map(self.bytes_of, self.eqns[kernel].outvars)) + sum(map(self.bytes_of, reads))
-        times = n_operations / self._rate, n_bytes / self.gpu.bytes_per_second
-        return sum(times) - OVERLAP * min(times)
+    def _time(self, n_operations: int, n_bytes: int) -> float:
+        computing, moving = n_operations / self._rate, n_bytes / self.gpu.bytes_per_second
+        return computing + moving - OVERLAP * min(computing, moving)

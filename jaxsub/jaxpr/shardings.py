@@ -46,6 +46,10 @@ class Shares:
     values: tuple[float, ...] = ()
     bodies: Mapping[tuple[int, int], Shares] = field(default_factory=dict)
 
+    def held(self, value: int) -> float:
+        """The share of a value that one device holds."""
+        return self.most * (self.values[value] if self.values else 1.0)
+
 
 ONE_DEVICE = Shares(1.0)
 """All of every value."""

@@ -176,7 +176,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     """Plan a program and say what was decided."""
     began = time.monotonic()
     with Progress(settings.progress) as step:
-        first = Planning(settings, target, store, step)
+        first = Planning(program, settings, target, store, step)
         budget = first.in_bytes(program, settings.budget)
 
         has_forms = settings.mirror is None and settings.budget != Budget()
@@ -186,7 +186,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
                 is_last = settings.chunks == "auto" and has_forms and n_own_regions(program) > 0
                 return first.whole(p, budget, False) if is_last else first.best(p, budget)
             in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
-            return Planning(in_bytes, target, store, step, first.prices).best(p, budget)
+            return Planning(p, in_bytes, target, store, step, first.prices).best(p, budget)
 
         def is_far(p: Program) -> bool:
             return budget.n_bytes is not None and first.is_far(p, budget.n_bytes)
@@ -211,6 +211,7 @@ def may_be_sliced(program: Program, settings: Settings) -> bool:
 class Planning:
     """Plans a program, and others with runs of it in slices: what one was priced and compiled for is remembered."""
 
+    program: Program
     settings: Settings
     target: Target
     store: Store | None
@@ -218,7 +219,6 @@ class Planning:
     prices: Prices = field(default_factory=Prices)
     splits_loops: bool = True
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
-    first: Program | None = field(init=False, default=None)
     errors: list[float] = field(init=False, default_factory=list)
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
@@ -235,14 +235,13 @@ class Planning:
         return self.known[program.fingerprint]
 
     def _shares(self, program: Program) -> Shares:
-        """What one device holds of the values of a program; with runs in slices, of what it has of the first one."""
+        """What one device holds of the values of a program, as it holds those of the whole that it is made of."""
         if not program.is_sharded:
             return ONE_DEVICE
-        self.first = self.first or program
-        shares = shares_of(self.first, self.target)
+        shares = shares_of(self.program, self.target)
         if not program.shardings:  # a slice
             return Shares(shares.most)
-        return shares if program is self.first else carried_shares(shares, self.first, program)
+        return shares if program is self.program else carried_shares(shares, self.program, program)
 
     def in_bytes(self, program: Program, budget: Budget) -> Budget:
         """A budget that is a fraction in bytes, of what the program is measured to need, or predicted to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,11 +80,18 @@ class Ladder:
         return own.temp_bytes if own is not None else 0
 
     def needed(self, plan: Plan, fused_bytes: int | None = None) -> int:
-        """What a plan is predicted to need, gradients besides that the step would not keep with loops as they are."""
-        lost = self.fused_bytes if fused_bytes is None else fused_bytes
-        is_whole = any(not run.within and any(run.start <= n < run.stop for n in self.scans) for run in plan.slices)
+        """What a plan is predicted to need, gradients besides that a step keeps under it and not with all as it is."""
+        return predicted_bytes(plan) + self._besides(plan, self.fused_bytes if fused_bytes is None else fused_bytes)
+
+    def _besides(self, plan: Plan, lost: int) -> int:
+        """Bytes of gradients that a step keeps: those of loops that do not update, and sums that slices add to."""
+        runs = [run for run in plan.slices if not run.within]
+        is_whole = any(run.start <= n < run.stop for run in runs for n in self.scans)
         is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)
-        return predicted_bytes(plan) + (lost if is_split or is_whole else 0)
+        graph, held = self.program.graph, self.pricer.shares.held
+        read = {v for run in runs for v in graph.read_by(run.start, run.stop)}.intersection(self.program.differentiated)
+        sums = math.ceil(sum(graph.values[v].n_bytes * held(v) for v in read))
+        return max(lost if is_split or is_whole else 0, sums)
 
     def _of_site(self, plan: Plan) -> Plan:
         """A plan of the program as one of the function."""
@@ -127,12 +135,19 @@ class Ladder:
             if self._little(found, n_bytes, lost):
                 break
             if splits_loops not in self.plannings:
-                self.plannings[splits_loops] = Planning(settings, self.target, self.store, self.progress, self.prices,
-                                                        splits_loops)  # fmt: skip
-            room = max(1, n_bytes - lost) if splits_loops else n_bytes
-            plan = best_in_slices(program, self.target, room, self.plannings[splits_loops].whole)
-            found += [] if plan is None else [self._of_site(plan)]
+                self.plannings[splits_loops] = Planning(program, settings, self.target, self.store, self.progress,
+                                                        self.prices, splits_loops)  # fmt: skip
+            besides = lost if splits_loops else 0
+            plan = self._best_in_slices(n_bytes - besides, splits_loops)
+            if plan is not None and self.needed(plan, lost) > n_bytes and self._besides(plan, lost) > besides:
+                plan = self._best_in_slices(n_bytes - self._besides(plan, lost), splits_loops)
+            found += [] if plan is None else [plan]
         return found
+
+    def _best_in_slices(self, n_bytes: int, splits_loops: bool) -> Plan | None:
+        """The best plan with runs in slices within so many bytes, of the function; or the least."""
+        plan = best_in_slices(self.program, self.target, max(1, n_bytes), self.plannings[splits_loops].whole)
+        return None if plan is None else self._of_site(plan)
 
     def least(self) -> list[Plan]:
         """The least plan on each partition, and in slices; the same whatever was asked before."""

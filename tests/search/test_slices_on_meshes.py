@@ -77,6 +77,18 @@ for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
     )
 
 
+def test_predictions_are_of_what_a_device_holds_where_weights_are_most_of_the_arguments():
+    """What is in no slice is split over the devices as the data is, though most of the arguments' bytes are not."""
+    on_eight_devices(
+        HEAD
+        + """
+plan = jaxsub.plan(loss, *args, chunks={0: 4}, verify=True, cache=False)
+predicted, needed = plan.prediction.temp_bytes, plan.measurement.temp_bytes
+assert needed / 2 < predicted < 2 * needed, (predicted, needed)
+"""
+    )
+
+
 @pytest.mark.parametrize(("spec", "kept"), [((), "lambda x: x"), (("d",), "lambda x: x"), (("d",), "constrain")])
 def test_a_whole_function_on_eight_devices_meets_the_budget_of_one(spec, kept):
     """Weights on all devices, or split over them as the rows: a fraction of the bytes; no device gathers any rows."""
