@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 
 import hypothesis
@@ -31,14 +32,37 @@ hypothesis.settings.register_profile("jaxsub", deadline=None, max_examples=50, d
 hypothesis.settings.load_profile("jaxsub")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run draw its share of the cells of parametrized tests, another with each seed."""
+    parser.addoption("--cells", type=int, help="of each parametrized test run so many cells, drawn by --seed")
+    parser.addoption("--seed", type=int, default=0, help="what the cells are drawn by")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how to draw the same cells again."""
+    cells, seed = config.option.cells, config.option.seed
+    return (
+        f"cells: {cells} of each parametrized test; the same again with --cells={cells} --seed={seed}"
+        if cells
+        else None
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long unless `-m` names it: `-m "not slow"` alone does not ask for it."""
-    if "exhaustive" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    """Leave out what takes long unless `-m` names it (`-m "not slow"` alone does not), and cells that are not drawn."""
+    left_out = set[pytest.Item]()
+    if "exhaustive" not in config.option.markexpr:
+        left_out.update(item for item in items if item.get_closest_marker("exhaustive"))
+    if config.option.cells:
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+        for name, cells in tests.items():
+            drawn = random.Random(f"{config.option.seed} {name}").sample(cells, min(config.option.cells, len(cells)))
+            left_out.update(set(cells).difference(drawn))
     if left_out:
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture(scope="session", autouse=True)
