@@ -206,8 +206,8 @@ class _Search:
         planned_share = recomputed_share(planned) if fits else math.inf
         if self.seen or planned_share <= self.effort.gain_by_hand:
             return
-        most, bound = planned_share - self.effort.gain_by_hand, self.budget_bytes / self.verifier.pricer.share
-        if any(predicted_bytes(plan) <= bound and recomputed_share(plan) < most for plan in make()):
+        most = planned_share - self.effort.gain_by_hand
+        if any(predicted_bytes(plan) <= self.budget_bytes and recomputed_share(plan) < most for plan in make()):
             self.planned_share = planned_share
             self.by_hand(make)
             self.planned_share = math.inf
@@ -227,7 +227,6 @@ class _Search:
             return
         if not (left := self._recompute_less(every := make())):
             return
-        share = self.verifier.pricer.share
         # sizes are round: many a plan fits to the byte
         bracket = Bracket(self.budget_bytes * (1 + TUNING.budget_margin), slope=1.0)
         known = [plan for plan in every if self.verifier.is_known(plan)]
@@ -239,8 +238,8 @@ class _Search:
                 return
             left = [p for p in left if p is not plan]
             plan = plan.replace(measurement=self.try_(plan))
-            bracket.add(share * predicted_bytes(plan), _needed(plan))
-            worst = max(worst, _needed(plan) / (share * predicted_bytes(plan)) - 1)
+            bracket.add(predicted_bytes(plan), _needed(plan))
+            worst = max(worst, _needed(plan) / predicted_bytes(plan) - 1)
             most, left = bracket.following() or 0.0, self._recompute_less(left)
             is_near = 1.0 < _needed(plan) / self.budget_bytes <= 1 + TUNING.median_error
             if _needed(plan) > (1 + TUNING.median_error) * bracket.limit:
@@ -248,7 +247,7 @@ class _Search:
                 most = most if bracket.low else max(most, bracket.limit / (1 + worst * (1 - 0.5 ** len(far))))
             error = worst * 0.5 ** max(len(far), 1)
             below = [p for p in left if predicted_bytes(p) < min(far, default=math.inf)]
-            fitting = known or [p for p in below if share * predicted_bytes(p) <= most]
+            fitting = known or [p for p in below if predicted_bytes(p) <= most]
             plan = fitting[0] if fitting else self._largest_expected_gain(below, most, error)
             if plan is None and self.most_share < math.inf:
                 plan = self._largest_expected_gain(left, bracket.limit, doubt=0.5 ** len(far))
@@ -262,7 +261,7 @@ class _Search:
         if self.most_share < math.inf:
             return self._largest_expected_gain(plans, limit)
         first = min(plans, key=predicted_bytes)
-        return first if self.verifier.pricer.share * predicted_bytes(first) <= TUNING.prediction_error * limit else None
+        return first if predicted_bytes(first) <= TUNING.prediction_error * limit else None
 
     def _largest_expected_gain(self, plans: Sequence[Plan], limit: float, error: float = 0.0,
                                doubt: float = 1.0) -> Plan | None:  # fmt: skip
@@ -270,11 +269,11 @@ class _Search:
 
         Predictions err by `error`, and at least as those of plans by hand do; the probability is `doubt` times as high.
         """
-        share, most = self.verifier.pricer.share, self.most_share
+        most = self.most_share
         error = max(error, by_hand_error(self.verifier.pricer.target))
 
         def expected(plan: Plan) -> float:
-            probability = doubt * fitting_probability(share * predicted_bytes(plan) / max(limit, 1.0), error)
+            probability = doubt * fitting_probability(predicted_bytes(plan) / max(limit, 1.0), error)
             gain = probability * (most - recomputed_share(plan))
             is_likely = probability >= TUNING.least_probability
             return round(gain, 3) if is_likely or gain > self.effort.gain_by_hand else 0.0

@@ -14,6 +14,7 @@ or those that spare most recompute a byte; and the minimum cuts of a step or blo
 from __future__ import annotations
 
 import contextlib
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,8 +120,10 @@ class _Piece:
                 if i in self.carries and v in read]  # fmt: skip
 
 
-def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
+def plans_by_hand(program: Program, gpu: Target | None = None, share: float = 1.0) -> list[Plan]:
     """The plans that people write by hand for a program, one a policy, the one that recomputes least first.
+
+    One device holds a `share` of each byte.
 
     There are none where there is neither a loop nor a block. Of two policies that save the same there is one plan,
     named after the first. Of loops in loops there is one more, that recomputes each step at every depth.
@@ -136,7 +139,13 @@ def plans_by_hand(program: Program, gpu: Target | None = None) -> list[Plan]:
             for plan in _plans_of(program, blocks, gpu):
                 found.setdefault((plan.segments, plan.loops), plan)
     # of those that recompute the same, up to elementwise work, what needs least
-    return sorted(found.values(), key=lambda plan: (round(recomputed_share(plan), 3), predicted_bytes(plan)))
+    plans = [_on_one_device(plan, share) for plan in found.values()]
+    return sorted(plans, key=lambda plan: (round(recomputed_share(plan), 3), predicted_bytes(plan)))
+
+
+def _on_one_device(plan: Plan, share: float) -> Plan:
+    assert plan.prediction is not None
+    return plan.replace(prediction=replace(plan.prediction, temp_bytes=math.ceil(share * plan.prediction.temp_bytes)))
 
 
 def _plans_of(program: Program, pieces: Sequence[_Piece], gpu: Target | None) -> Iterator[Plan]:

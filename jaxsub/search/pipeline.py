@@ -312,7 +312,8 @@ class Planning:
         settings = self.settings
         effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
-        by_hand = partial(plans_by_hand, verifier.pricer.sized, self.target.gpu) if is_open else tuple
+        pricer = verifier.pricer
+        by_hand = partial(plans_by_hand, pricer.sized, self.target.gpu, pricer.share) if is_open else tuple
         plan = fit(verifier, candidates, n_bytes, effort, by_hand, known_share, self.errors)
         if overrides and not _fits(_with_overrides(verifier, plan, overrides, Budget(n_bytes)), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
