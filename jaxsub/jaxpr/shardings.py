@@ -98,7 +98,8 @@ def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int
     is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
     prefix = in_shardings if isinstance(in_shardings, jax.sharding.Sharding) else list(in_shardings)
     every = jax.tree.broadcast(prefix, list(args), is_leaf=is_leaf)
-    return [None] * n_consts + jax.tree.leaves(every, is_leaf=is_leaf) + [None] * n_keywords
+    found = jax.tree.structure(list(args)).flatten_up_to(every)  # `None` is no leaf of an argument, and may be one here
+    return [None] * n_consts + found + [None] * n_keywords
 
 
 def placed(avals: Sequence[Any], shardings: Shardings) -> list[jax.ShapeDtypeStruct]:

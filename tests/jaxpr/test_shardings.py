@@ -53,6 +53,9 @@ def test_trees_of_shardings_stand_for_trees_of_arguments():
     args = ({"w": SHAPE, "b": [SHAPE, SHAPE]}, SHAPE)
     assert given_shardings(({"w": SPLIT, "b": None}, WHOLE), args, 1, 2) == [None, None, None, SPLIT, WHOLE, None, None]
     assert given_shardings(SPLIT, args, 0, 0) == [SPLIT] * 4
+    without = ({"w": SHAPE, "b": None}, SHAPE)  # as Equinox's partitioned models are, and layers without a bias
+    for given in SPLIT, (SPLIT, SPLIT), ({"w": SPLIT, "b": None}, SPLIT):
+        assert given_shardings(given, without, 0, 0) == [SPLIT] * 2
 
 
 def test_nothing_is_known_inside_jit_with_automatic_axes():
