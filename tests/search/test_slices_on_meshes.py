@@ -77,6 +77,27 @@ for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
     )
 
 
+def test_what_jax_says_of_automatic_axes_keeps_no_batch_whole():
+    """A vmapped look-up, as Equinox's embeddings are, comes with a sharding that leaves all dimensions open."""
+    on_eight_devices(
+        HEAD
+        + """
+from six_layers import same
+
+def looked_up(table, tokens):
+    x = jax.vmap(jax.vmap(lambda token: table[token]))(tokens)
+    return jnp.mean(jnp.tanh(x) ** 2)
+
+table = put(jax.random.normal(jax.random.key(0), (256, 64)))
+tokens = put(jax.random.randint(jax.random.key(1), (32, 64), 0, 256), "d")
+plan = jaxsub.plan(looked_up, table, tokens, chunks={0: 4}, cache=False)
+assert [run.count for run in plan.slices] == [4]
+sliced = jaxsub.sublinear(looked_up, plan=plan)
+same(*(jax.jit(jax.value_and_grad(f))(table, tokens) for f in (sliced, looked_up)))
+"""
+    )
+
+
 def test_predictions_are_of_what_a_device_holds_where_weights_are_most_of_the_arguments():
     """What is in no slice is split over the devices as the data is, though most of the arguments' bytes are not."""
     on_eight_devices(
