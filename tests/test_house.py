@@ -258,16 +258,40 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MAX_README_LINES
 
 
+def _collected(items, expression="", cells=None, seed=0):
+    """What is left of some tests, and how many were deselected."""
+    deselected = []
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression, cells=cells, seed=seed))
+    config.hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    conftest.pytest_collection_modifyitems(config, items)
+    return items, len(deselected)
+
+
+class _Test:
+    def __init__(self, name, mark=None):
+        self.nodeid, self.mark = name, mark
+
+    def get_closest_marker(self, name):
+        return self.mark
+
+
 @pytest.mark.parametrize(("expression", "left"), [("", ["short"]), ("not slow", ["short"]), ("exhaustive", ["long"])])
 def test_what_takes_long_runs_only_where_it_is_asked_for(expression, left):
     """`-m "not slow"` does not switch on the tests marked `exhaustive`."""
-    deselected = []
-    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
-    config.hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    marks = {"long": True, "short": None}
-    items = [SimpleNamespace(name=name, get_closest_marker=lambda _, m=mark: m) for name, mark in marks.items()]
-    conftest.pytest_collection_modifyitems(config, items)
+    items, deselected = _collected([_Test("long", True), _Test("short")], expression)
     if expression == "exhaustive":  # what is not marked pytest's own -m leaves out
         items = [item for item in items if item.get_closest_marker("exhaustive")]
-    assert [item.name for item in items] == left
-    assert len(deselected) == (expression != "exhaustive")
+    assert [item.nodeid for item in items] == left
+    assert deselected == (expression != "exhaustive")
+
+
+def test_every_cell_is_drawn_in_time():
+    """`--cells=2` runs two cells of each parametrized test, others with another seed, and all tests that have one."""
+    seen = set()
+    for seed in range(60):
+        left, deselected = _collected([_Test("one"), *(_Test(f"many[{i}]") for i in range(9))], cells=2, seed=seed)
+        assert len(left) == 3
+        assert deselected == 7
+        assert left[0].nodeid == "one"
+        seen.update(item.nodeid for item in left)
+    assert len(seen) == 10

@@ -31,7 +31,7 @@ from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Tot
 from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
-from jaxsub.jaxpr.shardings import is_explicit
+from jaxsub.jaxpr.shardings import is_said
 from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 
@@ -205,7 +205,7 @@ class _Walk:
         """Let an equation run a slice at a time."""
         if eqn.effects:
             raise NoRule("its effect must happen once")
-        if not _is_constraint(eqn) and any(map(_is_said, (eqn.params.get("sharding"), eqn.params.get("out_sharding")))):
+        if not _is_constraint(eqn) and any(map(is_said, (eqn.params.get("sharding"), eqn.params.get("out_sharding")))):
             raise NoRule("it says how its result is sharded")
         n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
         follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
@@ -419,9 +419,3 @@ def _made_in_slice(eqn: Any, atom: Any, place: Place, order: int) -> Step | None
 
 def _is_constraint(eqn: Any) -> bool:
     return bool(eqn.primitive.name == "sharding_constraint")
-
-
-def _is_said(sharding: Any) -> bool:
-    """Whether an equation says how its result is sharded: over automatic axes JAX's own functions say nothing."""
-    mesh = getattr(sharding, "mesh", None)
-    return sharding is not None and (mesh is None or is_explicit(mesh))
