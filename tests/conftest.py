@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,33 +32,22 @@ hypothesis.settings.load_profile("jaxsub")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run draw its share of the cells of parametrized tests, another with each seed."""
-    parser.addoption("--cells", type=int, help="of each parametrized test run so many cells, drawn by --seed")
-    parser.addoption("--seed", type=int, default=0, help="what the cells are drawn by")
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say how to draw the same cells again."""
-    cells, seed = config.option.cells, config.option.seed
-    return (
-        f"cells: {cells} of each parametrized test; the same again with --cells={cells} --seed={seed}"
-        if cells
-        else None
-    )
+    """Let a run take a part of the cells of parametrized tests."""
+    parser.addoption("--part", default="1/1", help="run one of so many parts of each parametrized test, as 2/3")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long unless `-m` names it (`-m "not slow"` alone does not), and cells that are not drawn."""
+    """Leave out what takes long unless `-m` names it (`-m "not slow"` alone does not), and cells of other parts."""
     left_out = set[pytest.Item]()
     if "exhaustive" not in config.option.markexpr:
         left_out.update(item for item in items if item.get_closest_marker("exhaustive"))
-    if config.option.cells:
-        tests: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-        for name, cells in tests.items():
-            drawn = random.Random(f"{config.option.seed} {name}").sample(cells, min(config.option.cells, len(cells)))
-            left_out.update(set(cells).difference(drawn))
+    part, n_parts = map(int, config.option.part.split("/"))
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cells in tests.values():
+        step = min(n_parts, len(cells))
+        left_out.update(set(cells).difference(cells[part % step :: step]))
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))

@@ -258,10 +258,10 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MAX_README_LINES
 
 
-def _collected(items, expression="", cells=None, seed=0):
+def _collected(items, expression="", part="1/1"):
     """What is left of some tests, and how many were deselected."""
     deselected = []
-    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression, cells=cells, seed=seed))
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression, part=part))
     config.hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     conftest.pytest_collection_modifyitems(config, items)
     return items, len(deselected)
@@ -285,13 +285,14 @@ def test_what_takes_long_runs_only_where_it_is_asked_for(expression, left):
     assert deselected == (expression != "exhaustive")
 
 
-def test_every_cell_is_drawn_in_time():
-    """`--cells=2` runs two cells of each parametrized test, others with another seed, and all tests that have one."""
-    seen = set()
-    for seed in range(60):
-        left, deselected = _collected([_Test("one"), *(_Test(f"many[{i}]") for i in range(9))], cells=2, seed=seed)
-        assert len(left) == 3
-        assert deselected == 7
+@pytest.mark.parametrize("n_cells", range(1, 9))
+def test_parts_of_tests_make_up_all(n_cells):
+    """`--part=2/3` runs every test, a third of the cells of a parametrized one; all three parts run all cells."""
+    seen = []
+    for part in ("1/3", "2/3", "3/3"):
+        left, deselected = _collected([_Test("one"), *(_Test(f"many[{i}]") for i in range(n_cells))], part=part)
         assert left[0].nodeid == "one"
-        seen.update(item.nodeid for item in left)
-    assert len(seen) == 10
+        assert 2 <= len(left) <= 2 + n_cells // 3
+        assert len(left) + deselected == 1 + n_cells
+        seen += [item.nodeid for item in left]
+    assert len(set(seen)) == 1 + n_cells

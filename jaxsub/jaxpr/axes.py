@@ -205,7 +205,8 @@ class _Walk:
         """Let an equation run a slice at a time."""
         if eqn.effects:
             raise NoRule("its effect must happen once")
-        if not _is_constraint(eqn) and any(map(is_said, (eqn.params.get("sharding"), eqn.params.get("out_sharding")))):
+        said = eqn.params.get("sharding"), eqn.params.get("out_sharding")
+        if eqn.primitive.name != "sharding_constraint" and any(map(is_said, said)):
             raise NoRule("it says how its result is sharded")
         n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
         follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
@@ -415,7 +416,3 @@ def _made_in_slice(eqn: Any, atom: Any, place: Place, order: int) -> Step | None
         return None
     is_sliced = any(step.eqn is None for step in body.steps)  # a whole value is, which each slice would make
     return None if is_sliced else Step(eqn, tuple(eqn.invars), body.ins, tuple(eqn.outvars), body.outs, (body,))
-
-
-def _is_constraint(eqn: Any) -> bool:
-    return bool(eqn.primitive.name == "sharding_constraint")
