@@ -69,7 +69,8 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
     if not isinstance(found, NamedSharding) or found.mesh.size == 1:
         return None
     mesh = found.mesh.abstract_mesh
-    if not is_explicit(mesh):  # without the kind of its devices: the plan may be for others
+    if not is_explicit(mesh) and mesh != jax.sharding.get_abstract_mesh():
+        # without the kind of its devices, as the plan may be for others; the user's own `jax.set_mesh` has it
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
     return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 

@@ -77,6 +77,29 @@ for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
     )
 
 
+def test_keys_are_folded_under_the_users_mesh():
+    """Under `jax.set_mesh` a typed key's mesh has a kind of device: plans are made on that mesh, and are the same."""
+    on_eight_devices(
+        HEAD
+        + """
+import contextlib
+
+def dropped(params, x, y, key):
+    for i, w in enumerate(params["layers"]):
+        x = jnp.tanh(x @ w)
+        x = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape), x / 0.9, 0)
+    return jnp.mean(x**2)
+
+args = *args, put(jax.random.key(7))
+plans = []
+for mesh in contextlib.nullcontext(), jax.set_mesh(auto):
+    with mesh:
+        plans.append(jaxsub.plan(dropped, *args, budget=0.3, cache=False))
+assert plans[0].slices == plans[1].slices and plans[0].measurement.temp_bytes == plans[1].measurement.temp_bytes
+"""
+    )
+
+
 def test_what_jax_says_of_automatic_axes_keeps_no_batch_whole():
     """A vmapped look-up, as Equinox's embeddings are, comes with a sharding that leaves all dimensions open."""
     on_eight_devices(
