@@ -99,7 +99,8 @@ def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int
     is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
     prefix = in_shardings if isinstance(in_shardings, jax.sharding.Sharding) else list(in_shardings)
     every = jax.tree.broadcast(prefix, list(args), is_leaf=is_leaf)
-    found = jax.tree.structure(list(args)).flatten_up_to(every)  # `None` is no leaf of an argument, and may be one here
+    found: list[Any] = []  # `None` is no leaf of an argument, and may be one here
+    jax.tree.map(lambda _, sharding: found.append(sharding), list(args), every)
     return [None] * n_consts + found + [None] * n_keywords
 
 

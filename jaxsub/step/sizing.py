@@ -127,9 +127,11 @@ class Sizing:
         Where something fits, only those that cost less.
         """
         room = n_bytes - self._given_bytes
+        top = max((ladder.top_bytes for ladder in ladders.values()), default=0)
+        share = _share(self.first.measurement.temp_bytes, top)
 
-        def needed(plans: Mapping[str, Plan]) -> int:
-            return max(ladders[key].needed(plan) for key, plan in plans.items())
+        def needed(plans: Mapping[str, Plan]) -> float:
+            return share * max(ladders[key].needed(plan) for key, plan in plans.items())
 
         for plans in sorted(_least_plans(ladders, is_all=best is None), key=needed):
             if best is not None and cost_of_step({**best.plans, **plans}, best.trial) >= best.cost:
@@ -162,14 +164,14 @@ class Sizing:
         is_far = any(ladder.form != Form() for ladder in ladders.values()) and top > TUNING.plain_far * budget
         base = None if is_far else self.attempt(at_top)
         plain = base.measurement.temp_bytes if base is not None else top
-        # where functions are spread over devices, a level is worth another number of bytes
-        bracket = Bracket(budget * (1 - TUNING.budget_margin), slope=1.0 if plain >= TUNING.same_step * top else None)
+        share = _share(plain, top)
+        bracket = Bracket(budget * (1 - TUNING.budget_margin), slope=1.0 if share == 1.0 else None)
         bracket.add(top, plain)
         level, seen, in_vain, least = max(1.0, bracket.following() or top), {id(base)}, 0, plain
         while len(self.attempts) < most and (base is None or not self._fits(base, n_bytes)):
             plans = {key: ladder.at(level) for key, ladder in ladders.items()}
             planned = [ladders[key].needed(plan) for key, plan in plans.items() if plan is not ladders[key].own]
-            if max(planned, default=0) > TUNING.plain_far * budget:
+            if share * max(planned, default=0) > TUNING.plain_far * budget:
                 break
             found = self.attempt(plans)
             if id(found) in seen:
@@ -213,6 +215,11 @@ class Sizing:
             relaxed = {**plans, key: ladders[key].own}
             if cost[key] > least and self._fits(self.attempt(relaxed), n_bytes):
                 plans = relaxed
+
+
+def _share(needed: float, predicted: float) -> float:
+    """What a byte that is predicted is worth, by what the step needs: less where functions are spread over devices."""
+    return 1.0 if needed >= TUNING.same_step * predicted else needed / predicted
 
 
 def _least_plans(ladders: Mapping[str, Ladder], *, is_all: bool) -> Iterator[dict[str, Plan]]:

@@ -65,6 +65,19 @@ assert taken - memory.alias_size_in_bytes == found.report.step_bytes <= 3 * 2**2
     )
 
 
+def test_a_step_uses_its_memory_where_nobody_says_how_arguments_are_split():
+    """What a loss is predicted to need counts for all devices then; it recomputes one hidden layer, and not two."""
+    on_eight_devices(
+        STEP.replace("WEIGHTS", "whole")
+        + """
+options["memory"] = "6MiB"
+report = jaxsub.jit(step_of(jaxsub.sublinear(loss)), **options).report(blocks, *data(4096))
+assert report.step_bytes <= report.memory_bytes < 0.7 * report.plain_bytes, report
+assert 0.3 < report.extra < 0.4, report
+"""
+    )
+
+
 def test_a_refusal_says_how_a_loss_on_a_mesh_may_run_in_slices():
     """Without in_shardings= nobody knows along which axes rows are split: the refusal names the loss and the option."""
     on_eight_devices(
