@@ -122,6 +122,7 @@ def sublinear(
     Raises:
         BudgetError: If the budget cannot be read.
         InfeasibleBudgetError: At the first call, if no plan fits.
+        UnsupportedError: If `in_shardings` has more than one sharding for a module.
 
     Example:
         >>> from flax import nnx
@@ -142,6 +143,12 @@ def sublinear(
                 f"argnums takes no nnx.DiffState here: pass wrt={getattr(state.filter, '__name__', state.filter)} to "
                 "jaxsub.flax.nnx.sublinear, and the nnx.DiffState to nnx.grad or nnx.value_and_grad alone."
             )
+    is_state = lambda x: isinstance(x, nnx.State) or is_node(x)  # noqa: E731
+    if any(map(is_state, jax.tree.leaves(options.get("in_shardings"), is_leaf=is_state))):
+        raise UnsupportedError(
+            "in_shardings= takes one sharding for a module, or None, here. With a sharding for each of its variables, "
+            "nnx.split the module and pass its state to jaxsub.sublinear; outside of jit its arrays carry their own."
+        )
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     return _Sublinear(loss, wrt, numbers, names, options)

@@ -83,6 +83,11 @@ def split_of(program: Program, variable: Any, dim: int) -> Split | None:
     return None if not found or None in found else max((s for s in found if s), key=lambda s: s.parts)
 
 
+def on_explicit_axes(program: Program) -> bool:
+    """Whether a program's shardings are part of its types: then nothing of it is sliced."""
+    return bool(program.shardings) and is_explicit(program.shardings[0].mesh)
+
+
 def on_all_devices(program: Program, n_bytes: int) -> int:
     """Bytes of whole arrays that are split over devices, where each holds so many."""
     return int(n_bytes / data_share(program.avals(), program.shardings, program.differentiated))

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxprs import regions
 
-from jaxsub.core.errors import PlanMismatchError, PolicyError
+from jaxsub.core.errors import PlanMismatchError, PolicyError, UnsupportedError
 from jaxsub.flax import nnx as jaxsub_nnx
 from jaxsub.flax import policies
 
@@ -339,3 +339,17 @@ def test_a_state_to_differentiate_is_given_as_wrt():
     """`nnx.DiffState` belongs to `nnx.grad`; the message names the option that says the same here."""
     with pytest.raises(TypeError, match=r"pass wrt=LoRAParam to jaxsub\.flax\.nnx\.sublinear"):
         jaxsub_nnx.sublinear(lambda model: model, argnums=nnx.DiffState(0, nnx.LoRAParam))
+
+
+def test_one_sharding_stands_for_a_module():
+    """A sharding for each variable of a module is refused with what to do instead; one for all of them is taken."""
+    mesh = jax.make_mesh((1,), ("d",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    shardings = jax.tree.map(lambda _: whole, state)
+    for each in (shardings, nnx.merge(nnx.graphdef(model), shardings)):
+        with pytest.raises(UnsupportedError, match=r"nnx\.split the module and pass its state"):
+            jaxsub_nnx.sublinear(lambda m, x: m(x).sum(), in_shardings=(each, whole))
+    loss = jaxsub_nnx.sublinear(lambda m, x: m(x).sum(), in_shardings=(whole, whole), verify=False)
+    assert jax.tree.leaves(nnx.grad(loss)(model, jnp.ones((1, 3))))[1].shape == (3, 2)
