@@ -143,8 +143,8 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise ChunksError(f"chunks={{{key!r}: {count!r}}}: the number of slices must be an int of at least 2.")
     if on_explicit_axes(program):
-        axes = "the axes of the arguments' mesh are explicit, and what has them in its type is not sliced"
-        raise ChunksError(f"chunks={{{key!r}: {count}}}: {axes}. Leave it out, or make the mesh with AxisType.Auto.")
+        why = "the axes of the arguments' mesh are explicit, and what has them in its type is not sliced"
+        raise ChunksError(f"chunks={{{key!r}: {count}}}: {why}. Leave it out, or make the mesh with AxisType.Auto.")
     n = len(program.eqns)
     within, part, (start, stop) = ((), program, (0, n)) if isinstance(key, int) else _named(program, key)
     widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
