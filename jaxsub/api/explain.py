@@ -15,13 +15,13 @@ import jax
 
 from jaxsub.api.frontier import Frontier, frontier_of
 from jaxsub.core.shown import Shown
-from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.inline import flatten_jaxpr, scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, with_own_settings
 from jaxsub.partition.run_function import read_avals, run_function, vjp_of
+from jaxsub.search.propagated import pricer_of
 from jaxsub.search.sliceable import Sliceable, sliceable
 
 
@@ -84,12 +84,14 @@ class Explanation(Shown):
         frontier: What budgets are within reach without slices, at what price.
         runs: Which runs may be executed in slices to get below that, along which axis, and what ends them; those that
             may not last.
+        is_spread: Whether residuals are bytes of several devices together; what budgets buy is of one.
     """
 
     residuals: tuple[Residual, ...]
     given_bytes: int
     frontier: Frontier
     runs: tuple[Sliceable, ...] = ()
+    is_spread: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -217,7 +219,7 @@ def explanation_of(program: Program, target: Any = None) -> Explanation:
     """The explanation of a traced program."""
     found = residuals_of(program)
     target = get_target(target)
-    frontier = frontier_of(Pricer(program, target), points=6)
+    frontier = frontier_of(pricer_of(program, target), points=6)
     made = tuple(r for r in found if not r.is_given)
     runs = sliceable(program, target, frontier.points[0].temp_bytes)
-    return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier, runs)
+    return Explanation(made, sum(r.n_bytes for r in found if r.is_given), frontier, runs, program.is_sharded)

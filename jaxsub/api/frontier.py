@@ -32,6 +32,7 @@ from jaxsub.search.annotate import opened
 from jaxsub.search.forms import in_form
 from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
 from jaxsub.search.pipeline import Settings, may_be_sliced
+from jaxsub.search.propagated import pricer_of
 from jaxsub.search.slicing import Chunks
 from jaxsub.search.verify import Verifier, cut_choices
 
@@ -158,7 +159,7 @@ def frontier(
         raise ValueError(f"a frontier has at least 2 points, got points={points}")
     marked = Budget.parse(budget).n_bytes
     program = trace_call(fun, args, kwargs, argnums)
-    pricer = Pricer(program, get_target(target), store=open_store(cache))
+    pricer = pricer_of(program, get_target(target), open_store(cache))
     if not may_be_sliced(program, Settings(chunks=chunks)):
         chunks = False
     return frontier_of(pricer, points, marked, is_measured=verify, chunks=chunks)
@@ -170,7 +171,7 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
     """The frontier of a program whose stages a pricer prices; regions of its own are opened."""
     program, store, plain = pricer.program, pricer.store, None
     form = Form(n_own_regions(program))
-    bare = replace(pricer, program=program_in(program, form)) if form != Form() else pricer
+    bare = pricer_of(program_in(program, form), pricer.target, store) if form != Form() else pricer
     plans = [candidate.make() for candidate in spread(at_every_budget(bare, chunks), points)]
     chain = bare.chain(cut_choices(bare.program)[0])
     others = [Point(name, finished(bare, plan)) for name, plan in by_hand(chain)]

@@ -22,7 +22,6 @@ from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import Locks, P, R, Wrapped
-from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
@@ -35,6 +34,7 @@ from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
 from jaxsub.search import verify as verifying
 from jaxsub.search.pipeline import Mirror, Settings, make_plan, may_be_sliced
+from jaxsub.search.propagated import pricer_of
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.slicing import Chunks
 
@@ -114,7 +114,7 @@ class Sublinear(Wrapped[P, R]):
         """What every budget buys, as `jaxsub.frontier` finds it; measured with `verify=True`."""
         program, settings = self._traced(args, kwargs), self.settings
         is_measured = settings.verify is True
-        pricer = Pricer(program, get_target(settings.target), open_store(settings.cache))
+        pricer = pricer_of(program, get_target(settings.target), open_store(settings.cache))
         chunks = settings.chunks if may_be_sliced(program, settings) else False
         return frontier_of(pricer, POINTS, settings.budget.n_bytes, is_measured=is_measured, chunks=chunks)
 

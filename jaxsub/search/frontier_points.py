@@ -23,6 +23,7 @@ from jaxsub.costs.chain_builder import Pricer
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.planners.optimal import solve
+from jaxsub.search.propagated import carried
 from jaxsub.search.sliced_program import is_whole_function, unfolded
 from jaxsub.search.slicing import Chunks, asked, find_runs
 from jaxsub.search.verify import cut_choices, finish, usual_choices
@@ -89,7 +90,7 @@ def _in_slices(pricer: Pricer, runs: tuple[Slices, ...]) -> Iterator[Candidate]:
     yield from outside
     if not is_whole_function(pricer.program, runs):
         return
-    part = replace(pricer, program=program_of_slice(pricer.program, runs[0]))
+    part = carried(pricer, program_of_slice(pricer.program, runs[0]))
     inside = best(_as_it_stands(part))
     needed = outside[0].temp_bytes - inside[-1].temp_bytes
     for candidate in inside[:-1]:
@@ -99,7 +100,7 @@ def _in_slices(pricer: Pricer, runs: tuple[Slices, ...]) -> Iterator[Candidate]:
 
 def _around(pricer: Pricer, runs: tuple[Slices, ...]) -> Iterator[Candidate]:
     again = sum(run.extra_share for run in runs)
-    for found in _as_it_stands(replace(pricer, program=with_slices(pricer.program, runs))):
+    for found in _as_it_stands(carried(pricer, with_slices(pricer.program, runs))):
         make = partial(_made_around, pricer, runs, found)
         yield Candidate(found.temp_bytes, found.extra + again, make, True)
 

@@ -30,7 +30,6 @@ from jaxsub.emission.offload import KINDS
 from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_origin import on_explicit_axes
-from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, gathered_bytes
 from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
@@ -46,7 +45,7 @@ from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
 from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
-from jaxsub.search.propagated import carried_shares, shares_of
+from jaxsub.search.propagated import carried, pricer_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
 from jaxsub.search.slicing import Chunks
 
@@ -220,30 +219,26 @@ class Planning:
     step: Callable[[str], None]
     prices: Prices = field(default_factory=Prices)
     splits_loops: bool = True
+    pricer: Pricer = field(init=False)
     known: dict[str, tuple[verifying.Verifier, Bounded, Candidates]] = field(init=False, default_factory=dict)
     errors: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.pricer = pricer_of(self.program, self.target, self.store, progress=self.step, prices=self.prices,
+                                profile=settings.profile, offload=settings.offload,
+                                splits_loops=self.splits_loops)  # fmt: skip
 
     def prepared(self, program: Program) -> tuple[verifying.Verifier, Bounded, Candidates]:
         """What prices and compiles plans of a program, and what makes them."""
         if program.fingerprint not in self.known:
             settings = self.settings
-            gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
-            pricer = Pricer(program, self.target, self.store, self.step, settings.profile, self._shares(program),
-                            gathered, settings.offload, self.prices, self.splits_loops)  # fmt: skip
+            pricer = self.pricer if program is self.program else carried(self.pricer, program)
             verifier = verifying.Verifier(pricer, TUNING.most_compiles + TUNING.by_hand_compiles)
             planner = Bounded(overriding(program, once(program, Memo(get(settings.planner))), settings.overrides))
             candidates = Candidates(pricer, planner, verifying.cut_choices(program))
             self.known[program.fingerprint] = verifier, planner, candidates
         return self.known[program.fingerprint]
-
-    def _shares(self, program: Program) -> Shares:
-        """What one device holds of the values of a program, as it holds those of the whole that it is made of."""
-        if not program.is_sharded:
-            return ONE_DEVICE
-        shares = shares_of(self.program, self.target)
-        if not program.shardings:  # a slice
-            return Shares(shares.most)
-        return shares if program is self.program else carried_shares(shares, self.program, program)
 
     def in_bytes(self, program: Program, budget: Budget) -> Budget:
         """A budget that is a fraction in bytes, of what the program is measured to need, or predicted to."""

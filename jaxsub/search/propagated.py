@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,13 @@ import jax.core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
+from jaxsub.core.disk_cache import Store
+from jaxsub.costs.chain_builder import Pricer
 from jaxsub.devices.compile import lower_for
 from jaxsub.devices.targets import Target
 from jaxsub.emission.bodies import bodies_of_node, with_bodies
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, data_share
+from jaxsub.jaxpr.shardings import ONE_DEVICE, Shares, data_share, gathered_bytes
 from jaxsub.jaxpr.trace import Program, remembered
 from jaxsub.partition.inner_programs import find_nested
 from jaxsub.search.verify import gradient
@@ -70,8 +72,26 @@ def shares_of(program: Program, target: Target) -> Shares:
     return held.shares(held.most())
 
 
+def pricer_of(program: Program, target: Target, store: Store | None = None, **more: Any) -> Pricer:
+    """What prices a program, each value by what one device holds of it; more as for `Pricer`."""
+    gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
+    return Pricer(program, target, store, shares=shares_of(program, target), gathered=gathered, **more)
+
+
+def carried(pricer: Pricer, changed: Program) -> Pricer:
+    """What prices another program, in which some equations of a pricer's are replaced by others, or a slice of it."""
+    gathered = gathered_bytes(changed.avals(), changed.shardings, changed.differentiated)
+    shares = carried_shares(pricer.shares, pricer.program, changed)
+    return replace(pricer, program=changed, shares=shares, gathered=gathered)
+
+
 def carried_shares(shares: Shares, program: Program, changed: Program) -> Shares:
-    """The shares of a program for another in which some of its equations are replaced by others; unknown ones are 1."""
+    """The shares of a program for another in which some of its equations are replaced by others; unknown ones are 1.
+
+    Of a slice only the share of most values is known.
+    """
+    if not (changed.shardings and shares.values):
+        return Shares(shares.most)
     known = dict(zip(map(program.variable, range(len(program.graph.values))), shares.values, strict=True))
     values = tuple(known.get(changed.variable(v), 1.0) for v in range(len(changed.graph.values)))
     nodes = {id(eqn.outvars[0]): i for i, eqn in enumerate(changed.eqns) if eqn.outvars}

@@ -165,6 +165,7 @@ def describe_explanation(found: Explanation) -> str:
         f"The backward pass reads {format_bytes(found.total_bytes)} that the forward pass makes, in {n} arrays,",
         f"and {format_bytes(found.given_bytes)} of arguments and constants, which stand anyway. The compiler",
         f"makes some of it again inside fusions: the predicted peak is {format_bytes(plain.temp_bytes)}.",
+        *(["Arrays are counted on all devices together, and peaks on one of them."] if found.is_spread else []),
     ]
     scopes, sources = alike(found.by_scope()), found.by_source()
     if len(scopes) > 1:

@@ -16,7 +16,6 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer, Prices
 from jaxsub.devices.targets import Target
 from jaxsub.emission.forms import program_in
-from jaxsub.jaxpr.shardings import gathered_bytes
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
@@ -24,7 +23,7 @@ from jaxsub.search.call_sites import CallSite
 from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.forms import forms_of, in_form
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
-from jaxsub.search.propagated import shares_of
+from jaxsub.search.propagated import pricer_of
 from jaxsub.search.slice_search import best_in_slices, cost_of, is_slow
 from jaxsub.search.verify import cut_choices, untouched, usual_choices
 
@@ -59,9 +58,8 @@ class Ladder:
         settings = self.site.settings
         self.program = program = program_in(self.site.program, self.form)
         self.own = self.site.own if self.form == form_of(self.site.own) else self._of_site(untouched(program))
-        gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
-        self.pricer = Pricer(program, self.target, self.store, self.progress, False, shares_of(program, self.target),
-                             gathered, settings.offload, self.prices)  # fmt: skip
+        self.pricer = pricer_of(program, self.target, self.store, progress=self.progress, offload=settings.offload,
+                                prices=self.prices)  # fmt: skip
         self.cuts = cut_choices(program)
         planner = once(program, Memo(get(settings.planner)))
         self.candidates = Candidates(self.pricer, planner, self.cuts)

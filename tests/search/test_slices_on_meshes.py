@@ -77,6 +77,25 @@ for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(sliced(*args))):
     )
 
 
+def test_frontiers_and_explanations_count_what_one_device_holds():
+    """With slices and without they are predicted as they are measured; listed are the arrays of all devices."""
+    on_eight_devices(
+        HEAD
+        + """
+found = jaxsub.frontier(loss, *args, chunks=True, verify=True, cache=False)
+assert any(point.plan.slices for point in found.points)
+for point in found.points:
+    needed = point.plan.measurement.temp_bytes
+    assert needed / 2.2 < point.temp_bytes < 2.2 * needed, (point.name, point.temp_bytes, needed)
+explained = jaxsub.explain(loss, *args)
+plain = found.points[0].plan.plain_measurement.temp_bytes
+assert plain / 1.2 < explained.frontier.points[-1].temp_bytes < 1.2 * plain
+assert "on all devices together" in str(explained)
+assert "devices" not in str(jaxsub.explain(loss, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)))
+"""
+    )
+
+
 def test_keys_are_folded_under_the_users_mesh():
     """Under `jax.set_mesh` a typed key's mesh has a kind of device: plans are made on that mesh, and are the same."""
     on_eight_devices(
