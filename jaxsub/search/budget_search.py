@@ -136,9 +136,10 @@ class _Search:
         return min(self.known_share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
     def ease(self) -> None:
-        """Where only the least plan fits, by recomputing much, look between it and the budget."""
+        """Where only the least plan fits, by recomputing much, look between it and what is predicted to fill the budget."""
         if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
-            asked = (predicted_bytes(self.best) + self.budget_bytes) // 2
+            said, least = predicted_bytes(self.best), _needed(self.best)
+            asked = (said + int(self.budget_bytes * max(1.0, said / least))) // 2
             self.run(self.candidates.ranked(asked)[0], asked)
 
     def run(self, cuts: Partition, asked: float) -> None:
@@ -268,8 +269,9 @@ class _Search:
         """The plan with the largest gain times the probability that it fits; `None` where that is worth no compile.
 
         Predictions err by `error`, and at least as those of plans by hand do; the probability is `doubt` times as high.
+        Where nothing fits, one that does is worth a forward pass more than the costliest recomputes.
         """
-        most = self.most_share
+        most = min(self.most_share, 1 + max(map(recomputed_share, plans), default=0.0))
         error = max(error, by_hand_error(self.verifier.pricer.target))
 
         def expected(plan: Plan) -> float:

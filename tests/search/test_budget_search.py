@@ -29,7 +29,7 @@ class Table:
     def __init__(self, *ways, n_equations=99, seconds=0.0, plain_needs=3.0, platform="cuda", is_alike=False):
         self.ways, self.known, self.compiles, self.seconds, self.plain_needs = ways, {}, 0, seconds, plain_needs
         self.program, self.is_alike = SimpleNamespace(eqns=range(n_equations)), is_alike
-        self.pricer = SimpleNamespace(chain=self.chain, share=1.0, target=SimpleNamespace(platform=platform))
+        self.pricer = SimpleNamespace(chain=self.chain, target=SimpleNamespace(platform=platform))
 
     def chain(self, cuts):
         rows = next(rows for k, rows in enumerate(self.ways) if cuts[0] == k)
@@ -204,6 +204,21 @@ def test_where_only_the_least_fits_less_recomputation_is_looked_for():
     """Two plans near the budget miss it, the second by more; then the least is not taken if less recomputation fits."""
     rows = (0.49, 0.72, 3.8), (0.74, 0.84, 0.5), (0.88, 0.92, 0.24), (0.992, 1.07, 0.1), (0.997, 1.001, 0.09)
     assert repaired(*rows) == (0.24, 5)
+
+
+def test_what_is_predicted_too_large_is_asked_for_as_much_more():
+    """Only the least may fit by prediction; it needs three quarters of that, and a plan beside it fits too."""
+    assert fitted(1.0, ((1.05, 0.8, 2.0), (1.15, 0.9, 0.6), (1.4, 1.3, 0.1)))[1] == 0.6
+
+
+def test_where_nothing_fits_plans_by_hand_that_cannot_are_not_compiled():
+    """One needs hardly more than the budget, as predicted, and others twice as much."""
+    table = Table(((1.6, 1.6, 1.0),), ((1.01, 1.02, 0.7), (1.9, 1.9, 0.1), (2.0, 2.0, 0.0)))
+    candidates = Candidates(table.pricer, table, [(0, 99)])
+    by_hand = [table(table.chain((1, 99)), share * BUDGET) for share in (1.01, 1.9, 2.0)]
+    with pytest.raises(InfeasibleBudgetError):
+        fit(table, candidates, BUDGET, Effort(), lambda: by_hand)
+    assert table.compiles == 2
 
 
 def test_asking_for_less_ends_where_it_does_not_help():
