@@ -136,7 +136,7 @@ class _Search:
         return min(self.known_share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
     def ease(self) -> None:
-        """Where only the least plan fits, by recomputing much, look between it and what is predicted to fill the budget."""
+        """Where only the least plan fits, by recomputing much, look for one that fills the budget better."""
         if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
             said, least = predicted_bytes(self.best), _needed(self.best)
             asked = (said + int(self.budget_bytes * max(1.0, said / least))) // 2
