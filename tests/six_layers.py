@@ -52,4 +52,5 @@ def in_a_process(code, timeout=300, **env):
     command = [sys.executable, "-W", "error", "-c", start + textwrap.dedent(code)]
     path = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     done = subprocess.run(command, env={**path, **env}, capture_output=True, text=True, timeout=timeout, check=False)
+    print(done.stdout, end="")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -147,6 +147,7 @@ def test_predictions_are_of_what_a_device_holds_where_weights_are_most_of_the_ar
         + """
 plan = jaxsub.plan(loss, *args, chunks={0: 4}, verify=True, cache=False)
 predicted, needed = plan.prediction.temp_bytes, plan.measurement.temp_bytes
+print(f"{predicted / 2**20:.1f} MiB predicted, {needed / 2**20:.1f} needed")
 assert needed / 2 < predicted < 2 * needed, (predicted, needed)
 """
     )

@@ -78,6 +78,7 @@ def test_the_sums_that_slices_add_up_are_counted():
     planned = partial(step, jaxsub.sublinear(blocks))
     report = jaxsub.jit(planned, memory=memory, donate_argnums=(0, 1), progress=False).report(*args)
     assert report.step_bytes <= memory
+    print(f"{report.extra:.2f} of a forward pass, {report.n_compiles} compiles")
     assert report.sites[0].plan.slices
     assert report.extra < 0.01
 
