@@ -21,11 +21,13 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.shown import Shown
 from jaxsub.core.step_plan import PlannedSite
+from jaxsub.emission.forms import program_in
 from jaxsub.search.annotate import opened
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.verify import finish, live_at_peak, peak_line
 from jaxsub.step.attempt import Attempt
 from jaxsub.step.fused_update import Fused, Whole
+from jaxsub.step.ladder import form_of
 from jaxsub.step.ordered_updates import Ordered
 
 ROWS = 6
@@ -227,11 +229,12 @@ def _row(n_bytes: int, whole: int, words: str) -> str:
 def _temporary_lines(attempt: Attempt) -> Iterator[str]:
     """What each function keeps at its own peak, largest first, and the gradients of what it differentiates."""
     for key, site in attempt.trial.sites.items():
-        plan = finish(site.program, attempt.plans[key], Budget())
+        program = program_in(site.program, form_of(attempt.plans[key]))  # its own regions opened, as the plan has it
+        plan = finish(program, attempt.plans[key], Budget())
         weights = [site.program.graph.values[i] for i in site.program.differentiated]
         rows = [(sum(v.n_bytes for v in weights), f"gradients of {site.name}, {len(weights)} arrays")]
         rows += [(n_bytes, f"{site.name}: {words}") for n_bytes, words in live_at_peak(plan)]
         for n_bytes, words in sorted(rows, key=lambda row: -row[0])[: ROWS + 1]:
             yield f"{format_bytes(n_bytes):>10}  {words}"
-        if peak := peak_line(site.program, plan):
+        if peak := peak_line(program, plan):
             yield f"{'':>10}  {site.name}:{peak}"

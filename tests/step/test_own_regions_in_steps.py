@@ -91,6 +91,25 @@ def test_regions_stay_where_only_they_fit():
     assert refusal.value.least_bytes <= memory
 
 
+def test_a_refusal_names_equations_of_what_was_planned():
+    """The least plan opens the regions: it has more stages than the function as it was written has equations."""
+
+    @jax.checkpoint
+    def block(x, w):
+        return x + jnp.tanh(x @ w) @ w.T
+
+    def loss(ws, x):
+        return (functools.reduce(block, ws, x) ** 2).mean()
+
+    def step(ws, x):
+        gradients = jax.grad(jaxsub.sublinear(loss, chunks=False))(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients)
+
+    args = [jnp.ones((64, 256))] * 6, jnp.ones((1024, 64))
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match=r"loss: The peak is near `\w+` at test_own_regions"):
+        jaxsub.jit(step, memory="2MiB", progress=False, donate_argnums=0).report(*args)
+
+
 def test_what_was_found_is_found_again(tmp_path):
     """From the cache, and from a file: nothing is searched."""
     memory = needed("unrolled", layer)
