@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(item for item in items if item.get_closest_marker("exhaustive"))
     part, n_parts = map(int, config.option.part.split("/"))
     tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
+    for item in (item for item in items if item not in left_out):
         tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cells in tests.values():
         step = min(n_parts, len(cells))

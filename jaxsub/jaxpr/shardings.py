@@ -228,8 +228,8 @@ def is_explicit(mesh: Any) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def is_said(sharding: Any) -> bool:
-    """Whether an equation's parameter says how its result is sharded: over automatic axes JAX leaves it open."""
+def is_explicit_sharding(sharding: Any) -> bool:
+    """Whether an equation's parameter shards its result over explicit axes; over automatic ones JAX leaves it open."""
     mesh = getattr(sharding, "mesh", None)
     return sharding is not None and (mesh is None or is_explicit(mesh))
 

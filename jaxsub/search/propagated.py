@@ -73,13 +73,13 @@ def shares_of(program: Program, target: Target) -> Shares:
 
 
 def pricer_of(program: Program, target: Target, store: Store | None = None, **more: Any) -> Pricer:
-    """What prices a program, each value by what one device holds of it; more as for `Pricer`."""
+    """Make the pricer of a program: each value counts by what one device holds of it. More options as for `Pricer`."""
     gathered = gathered_bytes(program.avals(), program.shardings, program.differentiated)
     return Pricer(program, target, store, shares=shares_of(program, target), gathered=gathered, **more)
 
 
 def carried(pricer: Pricer, changed: Program) -> Pricer:
-    """What prices another program, in which some equations of a pricer's are replaced by others, or a slice of it."""
+    """Make the pricer of a changed program: some of its equations are replaced by others, or it is one slice."""
     gathered = gathered_bytes(changed.avals(), changed.shardings, changed.differentiated)
     shares = carried_shares(pricer.shares, pricer.program, changed)
     return replace(pricer, program=changed, shares=shares, gathered=gathered)

@@ -78,11 +78,11 @@ class Ladder:
         return own.temp_bytes if own is not None else 0
 
     def needed(self, plan: Plan, fused_bytes: int | None = None) -> int:
-        """What a plan is predicted to need, gradients besides that a step keeps under it and not with all as it is."""
+        """What a step is predicted to need under a plan: the function's bytes, and gradients that the plan keeps."""
         return predicted_bytes(plan) + self._besides(plan, self.fused_bytes if fused_bytes is None else fused_bytes)
 
     def _besides(self, plan: Plan, lost: int) -> int:
-        """Bytes of gradients that a step keeps: those of loops that do not update, and sums that slices add to."""
+        """Bytes of gradients that a plan keeps: of loops that update no weights themselves, and sums over slices."""
         runs = [run for run in plan.slices if not run.within]
         is_whole = any(run.start <= n < run.stop for run in runs for n in self.scans)
         is_split = any(isinstance(way, Loop) and way.is_split for way in plan.loops)

@@ -127,8 +127,7 @@ class Sizing:
         Where something fits, only those that cost less.
         """
         room = n_bytes - self._given_bytes
-        top = max((ladder.top_bytes for ladder in ladders.values()), default=0)
-        share = _share(self.first.measurement.temp_bytes, top)
+        share = _share(self.first.measurement.temp_bytes, _top_bytes(ladders))
 
         def needed(plans: Mapping[str, Plan]) -> float:
             return share * max(ladders[key].needed(plan) for key, plan in plans.items())
@@ -157,7 +156,7 @@ class Sizing:
     def _search(self, ladders: Mapping[str, Ladder], n_bytes: int) -> None:
         """Move the level until the step fits and leaves little."""
         budget = n_bytes - self._given_bytes
-        top = float(max(ladder.top_bytes for ladder in ladders.values()))
+        top = float(_top_bytes(ladders))
         if budget <= 0 or top <= 0:
             return
         most, at_top = len(self.attempts) - 1 + TUNING.most_compiles, {key: own.own for key, own in ladders.items()}
@@ -217,8 +216,13 @@ class Sizing:
                 plans = relaxed
 
 
+def _top_bytes(ladders: Mapping[str, Ladder]) -> int:
+    """What the largest function's own plan is predicted to need."""
+    return max((ladder.top_bytes for ladder in ladders.values()), default=0)
+
+
 def _share(needed: float, predicted: float) -> float:
-    """What a byte that is predicted is worth, by what the step needs: less where functions are spread over devices."""
+    """Bytes that a step needs for each that is predicted: below 1 where its functions are spread over devices."""
     return 1.0 if needed >= TUNING.same_step * predicted else needed / predicted
 
 
