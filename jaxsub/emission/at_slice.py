@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body, Step
-from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State
+from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
 from jaxsub.jaxpr.own_rules import with_own_rules
 from jaxsub.jaxpr.random_bits import part_of_bits
 

@@ -32,8 +32,8 @@ from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.emission.at_slice import At, Env, evaluate, read
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Axis, Step
-from jaxsub.jaxpr.axis_bodies import is_inexact, no_tangent
 from jaxsub.jaxpr.axis_places import Place, State, Total
+from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear
 from jaxsub.jaxpr.tangents import ZERO_TANGENT

@@ -22,7 +22,7 @@ from jaxsub.emission.scans import with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import Axis, NotIndependent
-from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.derivative_rules import is_inexact
 from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
 from jaxsub.jaxpr.new_equations import call_eqn
 from jaxsub.jaxpr.own_rules import rules_of

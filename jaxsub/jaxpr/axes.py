@@ -25,10 +25,11 @@ from typing import Any
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step, live_steps
-from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule, is_inexact
+from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule
 from jaxsub.jaxpr.axis_origin import origins
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
+from jaxsub.jaxpr.derivative_rules import is_inexact
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
 from jaxsub.jaxpr.shardings import is_explicit_sharding

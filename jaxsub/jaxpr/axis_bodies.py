@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body
 from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
+from jaxsub.jaxpr.derivative_rules import NOT_TRACED, function_of, is_inexact, jvp_of, no_tangent
 
 CHECKED_ORDERS = 2
 """Orders of derivatives that are checked when an axis is followed: values, gradients and second derivatives."""
@@ -131,42 +131,18 @@ def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
         inside, outs = more, found
 
 
-def is_inexact(atom: Any) -> bool:
-    """Tell whether an atom, or an array, can have a tangent."""
-    return bool(jnp.issubdtype(getattr(getattr(atom, "aval", atom), "dtype", bool), jnp.inexact))
-
-
-def no_tangent(x: Any) -> np.ndarray:
-    """Make the tangent of values without one, such as integers."""
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-
-def _function_of(eqn: Any) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
-    """An equation as a function of its operands, and their shapes."""
-    invars, outvars = ([compat.new_var(a.aval) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
-    jaxpr = compat.make_jaxpr_of([eqn.replace(invars=invars, outvars=outvars)], invars, outvars)
-    return lambda *xs: jax.core.eval_jaxpr(jaxpr, (), *xs), [compat.shape_of(v.aval) for v in invars]
-
-
 def _traced(rule: Callable[..., Any], *shapes: Any) -> Any:
     """The jaxpr of a derivative rule; some rules are not meant for all inputs at once, and say so in their own way."""
     try:
         return jax.make_jaxpr(rule)(*shapes)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+    except NOT_TRACED as error:
         raise NoRule("its derivative rule does not take tangents of all it reads") from error
 
 
 def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
-    function, avals = _function_of(eqn)
+    jvp, avals, tangents = jvp_of(eqn)
     can_move = [is_inexact(a) for a in avals]
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        moving = iter(tangents)
-        outs, moved = jax.jvp(function, primals, [next(moving) if m else no_tangent(p)
-                                                  for p, m in zip(primals, can_move, strict=True)])  # fmt: skip
-        return [*outs, *(t for o, t in zip(outs, moved, strict=True) if is_inexact(o))]
-
-    trace = functools.cache(lambda: _traced(jvp, avals, [a for a, m in zip(avals, can_move, strict=True) if m]))
+    trace = functools.cache(lambda: _traced(jvp, avals, tangents))
 
     def derived(main: Body) -> tuple[Body, ...]:
         moving = [p for p, m in zip(main.ins, can_move, strict=True) if m]
@@ -181,7 +157,7 @@ def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 
 
 def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
-    function, avals = _function_of(eqn)
+    function, avals = function_of(eqn)
     trees: list[Any] = []
 
     def forward(*primals: Any) -> list[Any]:

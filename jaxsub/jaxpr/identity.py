@@ -1,25 +1,28 @@
 """Tell which equations are equal: by a digest of each, and by the functions and constants that no digest can hold.
 
 `signature_of` digests an equation by everything but its position: primitive, parameters, types of inputs and outputs,
-literals; jaxprs among the parameters by structure. Addresses in a parameter's text are left out and sets are sorted (a
-policy holds a set of names, in another order in every process), so the digest is equal in every process, on every
-machine. `identity` compares functions and inner constants. Two callbacks, or two derivative
-rules, with the same code but different closed-over objects differ; with equal ones they are equal, although JAX wraps a
-rule in new objects at every use.
+literals; jaxprs among the parameters by structure, and so what a derivative rule of its own computes. Addresses in a
+parameter's text are left out and sets are sorted (a policy holds a set of names, in another order in every process), so
+the digest is equal in every process, on every machine. `identity` compares functions and inner constants. Two
+callbacks, or two derivative rules, with the same code but different closed-over objects differ; with equal ones they
+are equal, although JAX wraps a rule in new objects at every use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
 import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.derivative_rules import RULED, traced_rule
 from jaxsub.jaxpr.flops import bodies_of
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -31,8 +34,19 @@ def of_jax() -> str:
     return f"{compat.remat_flavour()} {jax.dtypes.canonicalize_dtype(float)}"
 
 
-def signature_of(eqn: Any) -> bytes:
+def signatures_of(eqns: Iterable[Any]) -> tuple[bytes, ...]:
+    """Digest equations, and the derivative rules of those that have their own."""
+    rules: dict[Any, str] = {}
+    return tuple(signature_of(eqn, rules) for eqn in eqns)
+
+
+def signature_of(eqn: Any, rules: dict[Any, str] | None = None) -> bytes:
     """Digest an equation by everything but its position.
+
+    Args:
+        eqn: The equation.
+        rules: Descriptions of derivative rules, of equations that are still there; more are added. `None` leaves rules
+            out, as inside of rules: one may call its own function.
 
     Example:
         >>> import jax
@@ -42,9 +56,13 @@ def signature_of(eqn: Any) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=12)
     digest.update(eqn.primitive.name.encode())
+    is_ruled = eqn.primitive.name in RULED
     for key in sorted(eqn.params):
         digest.update(key.encode())
-        digest.update(_describe(eqn.params[key]).encode())
+        if not (is_ruled and _is_function(eqn.params[key])):  # a rule is known by what it computes
+            digest.update(_describe(eqn.params[key], rules).encode())
+    if rules is not None and is_ruled:
+        digest.update(_describe_rule(eqn, rules).encode())
     for atom in (*eqn.invars, *eqn.outvars):
         digest.update((_aval_text(atom.aval) if compat.is_var(atom) else _describe(atom.val)).encode())
     return digest.digest()
@@ -62,23 +80,68 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def _describe(param: Any) -> str:
+def _describe_rule(eqn: Any, rules: dict[Any, str]) -> str:
+    """Describe what the derivative rule of an equation computes; one rule at the same shapes is traced once."""
+    key = identity(eqn), *(_aval_text(a.aval) for a in eqn.invars)
+    if key not in rules:
+        traced = traced_rule(eqn)
+        rules[key] = "" if traced is None else _describe_jaxpr(traced, None)
+    return rules[key]
+
+
+def _describe(param: Any, rules: dict[Any, str] | None = None) -> str:
     if param is None or isinstance(param, bool | int | float | str):
         return repr(param)
     if isinstance(param, np.dtype):
         return dtype_name(param)
     if isinstance(param, tuple | list):
-        return "(" + ",".join(map(_describe, param)) + ")"
+        return "(" + ",".join(_describe(part, rules) for part in param) + ")"
     if hasattr(param, "eqns"):
-        return _describe_jaxpr(param)
+        return _describe_jaxpr(param, rules)
     if hasattr(param, "shape") and hasattr(param, "tobytes"):
         return f"{param.dtype}{param.shape}" + hashlib.sha1(param.tobytes()).hexdigest()
     if callable(param) and hasattr(param, "__qualname__"):
-        return f"{getattr(param, '__module__', '')}.{param.__qualname__}"
+        return _describe_function(param, ())
     return _SET.sub(lambda found: ", ".join(sorted(found[1].split(", "))), _ADDRESS.sub("", str(param)))
 
 
-def _describe_jaxpr(jaxpr: Any) -> str:
+def _describe_function(x: Any, above: tuple[int, ...]) -> str:
+    """Describe a function, such as a policy, by its name, its code, and plain values and functions it closes over."""
+    if id(x) in above:
+        return "itself"
+    above += (id(x),)
+    if isinstance(x, functools.partial):
+        return f"partial({', '.join(_describe_function(part, above) for part in (x.func, x.args, x.keywords))})"
+    if isinstance(x, tuple | list):
+        return f"[{', '.join(_describe_function(part, above) for part in x)}]"
+    if isinstance(x, dict):
+        return f"{{{', '.join(f'{key}: {_describe_function(part, above)}' for key, part in x.items())}}}"
+    if isinstance(x, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr, x)))}}}"
+    if not hasattr(x, "__qualname__"):
+        return _describe(x) if _is_plain(x) or callable(x) else type(x).__qualname__
+    name = f"{getattr(x, '__module__', '')}.{x.__qualname__}"
+    if not isinstance(x, types.FunctionType):
+        return name
+    return f"{name}({_describe_code(x.__code__)}, {_describe_function(list(_closed_over(x)), above)})"
+
+
+def _describe_code(code: types.CodeType) -> str:
+    """Describe compiled code: two functions of one name may differ in a word."""
+    inner = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return hashlib.sha1(code.co_code + repr((code.co_names, inner)).encode()).hexdigest()
+
+
+def _closed_over(x: types.FunctionType) -> Iterator[Any]:
+    """What a function closes over, and its defaults."""
+    for cell in x.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            yield cell.cell_contents
+    yield x.__defaults__ or ()
+    yield x.__kwdefaults__ or {}
+
+
+def _describe_jaxpr(jaxpr: Any, rules: dict[Any, str] | None) -> str:
     """Describe a jaxpr by structure: equations' signatures, and the variables that connect them."""
     names: dict[Any, int] = {}
     parts = []
@@ -86,7 +149,7 @@ def _describe_jaxpr(jaxpr: Any) -> str:
         names[v] = len(names)
         parts.append(str(v.aval))
     for eqn in jaxpr.eqns:
-        parts.append(signature_of(eqn).hex() + str([names.get(a, -1) for a in eqn.invars if compat.is_var(a)]))
+        parts.append(signature_of(eqn, rules).hex() + str([names.get(a, -1) for a in eqn.invars if compat.is_var(a)]))
         for v in eqn.outvars:
             names[v] = len(names)
     parts.append(str([names.get(a, -1) if compat.is_var(a) else _describe(a.val)
@@ -130,9 +193,10 @@ def _root(x: Any, above: tuple[int, ...]) -> Any:
         parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
         return _root(parts, above)
     if isinstance(x, types.FunctionType):
-        refs = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__ or (), x.__kwdefaults__ or {}]
         is_jax = x.__module__.partition(".")[0] == "jax"
-        return x.__code__, *(_root(part, above) for part in refs if not is_jax or _is_function(part) or _is_plain(part))
+        return x.__code__, *(
+            _root(part, above) for part in _closed_over(x) if not is_jax or _is_function(part) or _is_plain(part)
+        )
     return (type(x), x) if _is_plain(x) or isinstance(x, jax.tree_util.PyTreeDef) else id(x)
 
 

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.derivative_rules import RULED
 from jaxsub.jaxpr.new_equations import barrier_eqn
-
-RULED = ("custom_jvp_call", "custom_vjp_call")
-"""Primitives with a derivative rule that is a user's Python function."""
 
 IN_SLICES = "jaxsub_slices"
 """What a `jit` equation is called that executes a run of equations in slices."""

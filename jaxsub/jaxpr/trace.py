@@ -24,7 +24,7 @@ from jaxsub.core.graph import Graph, Node, Value
 from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
-from jaxsub.jaxpr.identity import dtype_name, signature_of
+from jaxsub.jaxpr.identity import dtype_name, signatures_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
 from jaxsub.jaxpr.tangents import reached
@@ -236,7 +236,7 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
     """Put a program together from its flat parts; `positions` are those of the differentiated inputs."""
     differentiated = tuple(i for i in sorted(positions) if _is_floating(invars[i].aval))
     eqns = reports_last(live_eqns(eqns, outvars))
-    signatures = tuple(signature_of(eqn) for eqn in eqns)
+    signatures = signatures_of(eqns)
     graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
     return Program(tuple(eqns), tuple(invars), tuple(outvars), tuple(consts), differentiated, loss, out_tree,
                    signatures, graph, compat.open_jaxpr(closed))  # fmt: skip

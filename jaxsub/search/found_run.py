@@ -15,7 +15,7 @@ from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import auxiliary_of, run_of
 from jaxsub.jaxpr.axis import Axis
-from jaxsub.jaxpr.axis_bodies import is_inexact
+from jaxsub.jaxpr.derivative_rules import is_inexact
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.min_cut import choice_of
 from jaxsub.partition.traced_run import TracedRun

@@ -1,0 +1,96 @@
+"""Equations are told apart by what they compute, derivative rules of their own included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxsub
+from jaxsub.jaxpr.trace import trace
+
+
+def jvp_loss(rule):
+    """A loss with a function whose tangents a rule makes."""
+
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defjvp(lambda primals, tangents: (f(*primals), rule(*primals) * tangents[0]))
+    return lambda x: jnp.sum(f(x) ** 2)
+
+
+def vjp_loss(rule):
+    """A loss with a function whose forward pass saves what a rule makes."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (f(x), rule(x)), lambda saved, ct: (ct * saved,))
+    return lambda x: jnp.sum(f(x) ** 2)
+
+
+def looped(make):
+    """The same in the body of a loop."""
+
+    def made(rule):
+        inner = make(rule)
+        return lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y + inner(x) * 0.1, inner(x))
+
+    return made
+
+
+def simple(x):
+    """The derivative of a sine."""
+    return jnp.cos(x)
+
+
+def costly(x):
+    """One that makes ten arrays."""
+    return sum(jnp.tanh(x * i) for i in range(10))
+
+
+@pytest.mark.parametrize("make", [jvp_loss, vjp_loss, looped(jvp_loss), looped(vjp_loss)])
+def test_programs_with_other_derivative_rules_differ(make):
+    """A plan, and what was measured of it, is no other program's: a rule decides what the gradient needs."""
+    x = jnp.ones(8)
+    one, same, other = (trace(make(rule), [x], {}).fingerprint for rule in (simple, simple, costly))
+    assert one == same
+    assert one != other
+
+
+NAMES = jax.checkpoint_policies.save_only_these_names
+
+
+@pytest.mark.parametrize("policy", [
+    NAMES,
+    lambda name: jax.checkpoint_policies.save_from_both_policies(NAMES(name), jax.checkpoint_policies.dots_saveable),
+    lambda name: jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name], names_which_can_be_offloaded=[], offload_src="device",
+        offload_dst="pinned_host"),
+    lambda name: lambda primitive, *_, **params: params.get("name") == name,
+    lambda name: functools.partial(lambda wanted, primitive, *_, **params: params.get("name") == wanted, name),
+])  # fmt: skip
+def test_programs_with_other_policies_differ(policy):
+    """A region's policy is a function, and decides what the gradient needs."""
+
+    def traced(name):
+        @functools.partial(jax.checkpoint, policy=policy(name))
+        def f(x):
+            return jnp.sin(checkpoint_name(jnp.tanh(checkpoint_name(jnp.sin(x), "first")), "second"))
+
+        return trace(lambda x: jnp.sum(f(x)), [jnp.ones(8)], {}).fingerprint
+
+    assert traced("first") == traced("first")
+    assert traced("first") != traced("second")
+
+
+def test_a_plan_in_the_cache_is_for_the_rules_it_was_made_with(tmp_path):
+    """The second function differs in its backward pass alone, and needs more."""
+    x = jnp.ones((512, 256))
+    rules = simple, lambda x: jnp.cumsum(jnp.cumsum(jnp.cos(x), 0) @ jnp.ones((256, 256)), 0)
+    few, many = (jaxsub.plan(vjp_loss(rule), x, budget="1GiB", cache=tmp_path, progress=False) for rule in rules)
+    assert many.measurement.temp_bytes > few.measurement.temp_bytes
