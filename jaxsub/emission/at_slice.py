@@ -235,8 +235,10 @@ def _custom_vjp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
     def backward(kept: Any, cotangents: Values) -> Values:
         start, leaves = kept
         given = [c for c, v in zip(cotangents, step.writes, strict=True) if is_inexact(v)]
-        found = iter(_inside(step.rule()[1], (*leaves, *given), replace(at, start=start)))
-        return (None, *(next(found) if is_inexact(v) else None for v in step.reads))
+        found = list(_inside(step.rule()[1], (*leaves, *given), replace(at, start=start)))
+        moving = [i for i, v in enumerate(step.reads) if is_inexact(v)]
+        cts = dict(zip(moving[len(moving) - len(found) :], found, strict=True))  # none of what is closed over
+        return (None, *map(cts.get, range(len(step.reads))))
 
     call.defvjp(forward, backward)
     return call(at.start, *args)

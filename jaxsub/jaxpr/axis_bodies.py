@@ -19,7 +19,7 @@ import numpy as np
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body
 from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
-from jaxsub.jaxpr.derivative_rules import NOT_TRACED, function_of, is_inexact, jvp_of, no_tangent
+from jaxsub.jaxpr.derivative_rules import NOT_TRACED, is_inexact, jvp_of, traced_vjp
 
 CHECKED_ORDERS = 2
 """Orders of derivatives that are checked when an axis is followed: values, gradients and second derivatives."""
@@ -131,10 +131,10 @@ def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
         inside, outs = more, found
 
 
-def _traced(rule: Callable[..., Any], *shapes: Any) -> Any:
-    """The jaxpr of a derivative rule; some rules are not meant for all inputs at once, and say so in their own way."""
+def _traced(make: Callable[..., Any], *args: Any) -> Any:
+    """Trace a derivative rule; some are not meant for all inputs at once, and say so in their own way."""
     try:
-        return jax.make_jaxpr(rule)(*shapes)
+        return make(*args)
     except NOT_TRACED as error:
         raise NoRule("its derivative rule does not take tangents of all it reads") from error
 
@@ -142,7 +142,7 @@ def _traced(rule: Callable[..., Any], *shapes: Any) -> Any:
 def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
     jvp, avals, tangents = jvp_of(eqn)
     can_move = [is_inexact(a) for a in avals]
-    trace = functools.cache(lambda: _traced(jvp, avals, tangents))
+    trace = functools.cache(lambda: _traced(jax.make_jaxpr(jvp), avals, tangents))
 
     def derived(main: Body) -> tuple[Body, ...]:
         moving = [p for p, m in zip(main.ins, can_move, strict=True) if m]
@@ -157,25 +157,7 @@ def _jvp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
 
 
 def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
-    function, avals = function_of(eqn)
-    trees: list[Any] = []
-
-    def forward(*primals: Any) -> list[Any]:
-        outs, pullback = jax.vjp(function, *primals)
-        leaves, tree = jax.tree.flatten(pullback)
-        trees.append(tree)
-        return [*outs, *leaves]
-
-    def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        given = iter(cotangents)
-        cts = [next(given) if is_inexact(v) else no_tangent(v.aval) for v in eqn.outvars]
-        return [c for c, a in zip(jax.tree.unflatten(trees[-1], leaves)(cts), avals, strict=True) if is_inexact(a)]
-
-    @functools.cache
-    def trace() -> tuple[Any, Any]:
-        closed: Any = _traced(forward, *avals)
-        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals[len(eqn.outvars) :]]
-        return closed, _traced(backward, leaves, [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)])
+    trace = functools.cache(lambda: _traced(traced_vjp, eqn))
 
     def derived(main: Body) -> tuple[Body, ...]:
         results = [o for o, v in zip(main.outs, eqn.outvars, strict=True) if is_inexact(v)]
@@ -187,7 +169,8 @@ def _vjp(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
         if any(isinstance(k, Total) for k in kept):
             raise NoRule("its backward pass reads a total over the axis")
         cotangents = [o if isinstance(o, Place) else None for o in results]
-        wanted = [p for p, a in zip(main.ins, avals, strict=True) if is_inexact(a)]
+        wanted = [p for p, a in zip(main.ins, eqn.invars, strict=True) if is_inexact(a)]
+        wanted = wanted[len(wanted) - len(closed_backward.out_avals) :]  # what is closed over comes first
         second = follow(closed_backward, (*kept, *cotangents), wanted, 1)
         for out, place, atom in zip(second.outs, wanted, second.jaxpr.outvars, strict=True):
             if place is None and not isinstance(out, Total) and not _is_zero(second.jaxpr, atom):

@@ -30,6 +30,8 @@ except ImportError:  # private: any version may remove them
 
 NOT_FINITE: Any = getattr(jax_api_util, "InternalFloatingPointError", ())
 """What `jax_debug_nans` raises of a compiled call whose equations it does not run one by one."""
+CLOSED_OVER: Any = getattr(getattr(ad_checkpoint, "ad", None), "CustomVJPException", ())
+"""What JAX raises of the gradient by what a `jax.custom_vjp` closes over."""
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 LEFT_OUT: ContextVar[bool] = ContextVar("callbacks_left_out", default=False)
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
@@ -43,10 +45,9 @@ def version_of(text: str) -> tuple[int, ...]:
 def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
     """Return options that make a CPU compile keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
 
-    Those versions expand optimization barriers before a later pass merges equal expressions, so every straight-line
+    Those versions expand optimization barriers before a later pass merges equal expressions, so straight-line
     recomputation is merged away. It may merge a copy that an update in place needs: values can then be wrong
-    (`dynamic_update_slice` of a value behind a barrier, tests/devices/test_compile.py). Other backends refuse to
-    compile without that pass: never pass them this option.
+    (tests/devices/test_compile.py). Other backends refuse to compile without that pass: never pass them this option.
 
     Example:
         >>> cpu_compiler_options("0.10.2")
@@ -60,8 +61,7 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
 def cpu_measuring_options() -> dict[str, Any]:
     """Return options for a CPU compile whose program is only measured, never run.
 
-    Buffers are assigned before machine code is made, so unoptimised code has the same memory and FLOPs in two thirds
-    of the processor time (`tests/devices/test_compile.py` compares the two).
+    Buffers are assigned before machine code is made: unoptimised code has the same memory and FLOPs, sooner.
 
     Example:
         >>> cpu_measuring_options()["xla_backend_optimization_level"]

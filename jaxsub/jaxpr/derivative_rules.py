@@ -6,6 +6,8 @@ program's gradient all the same, and of what that needs: traced at the equation'
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,21 +58,46 @@ def jvp_of(eqn: Any) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
     return jvp, shapes, [a for a, m in zip(shapes, can_move, strict=True) if m]
 
 
-def traced_rule(eqn: Any) -> Any:
-    """The jaxpr of an equation's derivative by its own rule; `None` where that cannot be traced by itself."""
-    try:
-        if eqn.primitive.name == "custom_jvp_call":
-            jvp, shapes, tangents = jvp_of(eqn)
-            return jax.make_jaxpr(jvp)(shapes, tangents)
-        function, shapes = function_of(eqn)
+def traced_vjp(eqn: Any) -> tuple[Any, Any]:
+    """The jaxprs of the forward and the backward pass of a `custom_vjp`.
+
+    The first returns results and what is saved; the second reads that and the cotangents of results, and returns
+    cotangents of operands, those of floating-point numbers. The first operands have none where the function closes
+    over them: JAX refuses to take one. In a rule that calls its own function nothing says which these are.
+    """
+    function, shapes = function_of(eqn)
+    trees: list[Any] = []
+
+    def traced(n_closed: int) -> tuple[Any, Any]:
+        def forward(*primals: Any) -> list[Any]:
+            outs, pullback = jax.vjp(functools.partial(function, *primals[:n_closed]), *primals[n_closed:])
+            leaves, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*outs, *leaves]
+
+        def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            given = iter(cotangents)
+            cts = [next(given) if is_inexact(v) else no_tangent(v.aval) for v in eqn.outvars]
+            found = zip(jax.tree.unflatten(trees[-1], leaves)(cts), shapes[n_closed:], strict=True)
+            return [c for c, a in found if is_inexact(a)]
+
+        first: Any = jax.make_jaxpr(forward)(*shapes)
+        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in first.out_avals[len(eqn.outvars) :]]
         given = [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)]
-        return jax.make_jaxpr(lambda xs, cts: _pulled(eqn, function, xs, cts))(shapes, given)
+        return first, jax.make_jaxpr(backward)(leaves, given)
+
+    for n_closed in range(eqn.params.get("num_consts", 0), len(shapes)):
+        with contextlib.suppress(compat.CLOSED_OVER):
+            return traced(n_closed)
+    raise TypeError("JAX differentiates this function by none of its operands")
+
+
+def traced_rule(eqn: Any) -> tuple[Any, ...]:
+    """The jaxprs of an equation's derivative by its own rule; none where that cannot be traced by itself."""
+    try:
+        if eqn.primitive.name == "custom_vjp_call":
+            return traced_vjp(eqn)
+        jvp, shapes, tangents = jvp_of(eqn)
+        return (jax.make_jaxpr(jvp)(shapes, tangents),)
     except NOT_TRACED:
-        return None
-
-
-def _pulled(eqn: Any, function: Callable[..., list[Any]], xs: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    outs, pullback = jax.vjp(function, *xs)
-    left = iter(given)
-    found = pullback([next(left) if is_inexact(v) else no_tangent(v.aval) for v in eqn.outvars])
-    return [*outs, *(c for c, x in zip(found, xs, strict=True) if is_inexact(x))]
+        return ()

@@ -84,8 +84,7 @@ def _describe_rule(eqn: Any, rules: dict[Any, str]) -> str:
     """Describe what the derivative rule of an equation computes; one rule at the same shapes is traced once."""
     key = identity(eqn), *(_aval_text(a.aval) for a in eqn.invars)
     if key not in rules:
-        traced = traced_rule(eqn)
-        rules[key] = "" if traced is None else _describe_jaxpr(traced, None)
+        rules[key] = "/".join(_describe_jaxpr(traced, None) for traced in traced_rule(eqn))
     return rules[key]
 
 

@@ -40,7 +40,9 @@ def flatten_jaxpr(
     def body_of(eqn: Any) -> Any:
         if keeps_slices and runs_in_slices(eqn):
             return None
-        return eqn.params["jaxpr"] if eqn.primitive.name in opened else compat.inlined_body(eqn)
+        if eqn.primitive.name in opened:
+            return eqn.params["call_jaxpr" if eqn.primitive.name in RULED else "jaxpr"]
+        return compat.inlined_body(eqn)
 
     jaxpr = compat.open_jaxpr(closed)
     eqns: list[Any] = []
@@ -67,8 +69,11 @@ def arrays_for_rules(eqns: Sequence[Any], variables: Sequence[Any], consts: Sequ
 
 
 def flatten_closed(closed: Any, opened: Sequence[str] = ()) -> tuple[list[Any], list[Any], list[Any]]:
-    """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs."""
-    eqns, inputs, outvars, consts = flatten_jaxpr(closed, opened=opened)
+    """Equations, inputs and outputs as `flatten_jaxpr` has them; constants are literals, and no inputs.
+
+    For a program that is not differentiated any more: functions with a rule of their own are calls like others.
+    """
+    eqns, inputs, outvars, consts = flatten_jaxpr(closed, opened=(*opened, *RULED))
     eqns, outvars = _with_literals(list(zip(inputs, consts, strict=False)), eqns, outvars)
     return eqns, inputs[len(consts) :], outvars
 

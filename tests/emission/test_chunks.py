@@ -288,6 +288,59 @@ def test_rules_that_do_not_scale_with_the_cotangent(rule, place):
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-7)
 
 
+PHASES, IS_WAVE = jnp.arange(5.0), jnp.arange(20) % 3 > 0
+
+
+def waves(x):
+    """A sum over a grid where a mask says so: both are closed over."""
+    return jnp.where(IS_WAVE, jnp.sin(PHASES + x[..., None]).sum(-1), x)
+
+
+def waves_by_vjp():
+    """The same with a backward pass of its own, whose forward pass calls the function itself."""
+
+    @jax.custom_vjp
+    def f(x):
+        return waves(x)
+
+    def forward(x):
+        return f(x), jnp.where(IS_WAVE, jnp.cos(PHASES + x[..., None]).sum(-1), 1.0)
+
+    f.defvjp(forward, lambda slope, ct: (ct * slope,))
+    return f
+
+
+def waves_by_jvp():
+    """The same with tangents of its own."""
+
+    @jax.custom_jvp
+    def f(x):
+        return waves(x)
+
+    @f.defjvp
+    def _(primals, tangents):
+        return f(*primals), jnp.where(IS_WAVE, jnp.cos(PHASES + primals[0][..., None]).sum(-1), 1.0) * tangents[0]
+
+    return f
+
+
+@pytest.mark.parametrize("make", [waves_by_vjp, waves_by_jvp])
+@pytest.mark.parametrize("is_looped", [False, True])
+def test_rules_of_functions_that_close_over_arrays(make, is_looped):
+    """What is closed over has no gradient, which JAX refuses to take: slices ask for none."""
+    f = make()
+    scanned = lambda x: jax.lax.scan(lambda c, _: (f(jnp.sin(c)), None), x, None, length=2)[0]  # noqa: E731
+    run = scanned if is_looped else f
+    loss = lambda w, x: (run(x @ w) ** 2).mean()  # noqa: E731
+    w = jnp.linspace(-1, 1, W.shape[0] * 20).reshape(-1, 20)
+    _, chunked = along(loss, w, X, seed=1)
+    for order in (jax.grad, lambda f, argnums: jax.grad(lambda *a: (jax.grad(f)(*a) ** 2).sum(), argnums)):
+        got, wanted = (order(f, (0, 1))(w, X) for f in (chunked(5), loss))
+        chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+    plan = jaxsub.plan(loss, w, jnp.tile(X, (512, 1)), budget=0.3, cache=False, progress=False)
+    assert plan.slices
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_floats_of_few_exponents(dtype):
     """Cotangents that vanish in a narrow type, or overflow there, do so in slices too."""
