@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.late_zeros import SCATTER_ADDS
@@ -274,10 +278,19 @@ def union(known: Mapping[Any, frozenset[Any]], ins: Iterable[Any]) -> frozenset[
     return found[0] if len(found) == 1 else frozenset[Any]().union(*found)
 
 
+COMPARED_BYTES = 2**16
+"""Constants of more are equal where they are the same array."""
+
+
 def literal_key(atom: Any) -> Any:
-    """Make the key of an atom that is a constant: equal for equal scalars."""
-    value = getattr(atom, "val", None)
-    return ("literal", str(value)) if getattr(value, "size", 1) == 1 else atom
+    """Make the key of an atom that is a constant: equal for equal scalars and small arrays, as XLA merges these."""
+    value: Any = getattr(atom, "val", None)
+    if getattr(value, "size", 1) == 1:
+        return "literal", str(value)
+    is_number = not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    if is_number and value.nbytes <= COMPARED_BYTES:
+        return "literal", value.shape, str(value.dtype), np.asarray(value).tobytes()
+    return "literal", id(value)
 
 
 def equation_key(eqn: Any, ins: Sequence[Any]) -> Any:

@@ -407,6 +407,32 @@ def test_what_is_broadcast_to_several_library_calls_is_an_array(batch, store):
     assert abs(over(trace(loss, (ws, x, mask), {}, argnums=0), store)) < 0.06
 
 
+def test_equal_constants_are_one(store):
+    """Two sums read the same exponentials of a closed-over grid, traced twice: each is stored for both.
+
+    ExoJAX's line shapes are such: the derivative of the real part is the imaginary one, over one grid.
+    """
+    grid = jnp.arange(27.0)
+
+    def terms(x, y):
+        one, other = jnp.exp(-((grid + x[..., None]) ** 2)), jnp.exp(-((grid - x[..., None]) ** 2))
+        return one, other, grid**2 + y[..., None] ** 2
+
+    @jax.custom_vjp
+    def real(x, y):
+        one, other, below = terms(x, y)
+        return jnp.sum((one + other) / below, axis=-1)
+
+    def forward(x, y):
+        one, other, below = terms(x, y)
+        return real(x, y), jnp.sum((one - other) * grid / below, axis=-1)
+
+    real.defvjp(forward, lambda saved, ct: (ct * saved, jnp.zeros_like(ct)))
+    x = jnp.linspace(0, 3, 30 * 40 * 400).reshape(30, 40, 400)
+    program = trace(lambda s, x: jnp.sum(real(s * x, 1 + x) ** 2), [jnp.ones((30, 1, 1)), x], {})
+    assert -0.2 < over(program, store) < 0.4
+
+
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
     """Without a compiler: over batches of rows a layer's backward pass holds its cotangent twice, over rows once."""
 
