@@ -32,9 +32,9 @@ emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs
     roofline slice_time scan_options chain_builder
-search: __init__ bracket by_hand slice_seeds found_run slicing sliceable sliced_program belonging
-    candidates name_overrides named_policy verify propagated budget_search slice_search frontier_points repeated_effects
-    forms plan_cache progress annotate pipeline call_sites
+search: __init__ bracket compile_worth by_hand slice_seeds found_run slicing sliceable belonging candidates
+    name_overrides named_policy verify propagated budget_search sliced_program fewest_slices slice_search
+    frontier_points repeated_effects forms plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ flat_step ordered_updates fused_update options attempt ladder sizing kept_plans device report given
     jit max_batch

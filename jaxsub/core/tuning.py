@@ -40,6 +40,8 @@ class Tuning:
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         body_slots: Slots in which they are planned: one is far less than they must differ by (`much_less`).
         compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
+        usual_compiles: Up to so many; of more each must spare twice as much as the one before, for nobody waits longer
+            than for a few compiles of the plain program without a reason.
         partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers. As
             much may be recomputed for a plan that leaves room, until one is measured.
         large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
@@ -114,6 +116,7 @@ class Tuning:
     body_plans: int = 8
     body_slots: int = 128
     compile_gain: float = 0.03
+    usual_compiles: int = 4
     partition_gain: float = 0.009
     large_stage: float = 0.25
     least_slack: float = 1e-3

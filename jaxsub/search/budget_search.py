@@ -28,46 +28,25 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.inline import runs_in_slices
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition
+from jaxsub.search.compile_worth import NOTHING, Effort, Elsewhere, by_hand_error, fitting_probability
 from jaxsub.search.verify import Verifier, finish, live_at_peak, peak_line
 
 NAMED_HOLDERS = 4
 """How many of the values live at the peak a refusal names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is compiled.
-
-    Once a plan fits, another must be predicted to spare `gain` of a forward pass to be compiled. After `max_seconds`
-    nothing better is looked for; a plan that fits is looked for all the same.
-    """
-
-    gain: float = TUNING.compile_gain
-    max_seconds: float = math.inf
-
-    @property
-    def gain_by_hand(self) -> float:
-        """What a plan by hand must spare to be compiled: half as much, by default .5 % of the gradient's FLOPs."""
-        return self.gain / 2
-
-
-EFFORTS = {"low": math.inf, "default": TUNING.compile_gain}
-"""By name, what a plan must be predicted to spare to be worth a compile."""
-
-
 def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: Effort,
-        by_hand: Callable[[], Sequence[Plan]] = tuple, known_share: float = math.inf,
+        by_hand: Callable[[], Sequence[Plan]] = tuple, elsewhere: Elsewhere = NOTHING,
         seen: list[float] | None = None) -> Plan:  # fmt: skip
     """Find a plan that the compiler confirms to fit; beside its measurement the plain program's, if that was compiled.
 
-    Plans by hand (`jaxsub.search.by_hand`) are tried too. Where something is known that fits and recomputes
-    `known_share` of a forward pass, only what recomputes less is compiled. In `seen` is by what factor predictions were
-    too low for other programs of the same function; this search adds its own. `InfeasibleBudgetError` if no plan fits.
+    Plans by hand (`jaxsub.search.by_hand`) are tried too. Only what recomputes less is compiled than what is known to
+    fit `elsewhere`, or is expected to once a prediction was too low. In `seen` is by what factor predictions were too
+    low for other programs of the same function; this search adds its own. `InfeasibleBudgetError` if no plan fits.
     """
     began = time.monotonic()
     plain = candidates.plain()
@@ -76,17 +55,21 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
         plain = verifier.plain()
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget_bytes)
-    search = _Search(verifier, candidates, budget_bytes, effort, began, known_share, [] if seen is None else seen)
+    search = _Search(verifier, candidates, budget_bytes, effort, began, elsewhere, [] if seen is None else seen)
+    if search.seen and elsewhere.share == math.inf and search.gives_up:
+        raise _nothing_less(budget_bytes)
     made = cache(by_hand)
     first = candidates.ranked(budget_bytes)[0]
     search.by_hand_before(made, candidates.plan(first, budget_bytes))
     search.run(first, budget_bytes / search.error)
-    if search.best is None:  # what was measured ranks partitions otherwise
+    if search.best is None and not search.is_beaten:  # what was measured ranks partitions otherwise
         ranked = candidates.ranked(int(budget_bytes / search.error))
         for cuts in [cuts for cuts in ranked if cuts != first][:1]:
             search.run(cuts, budget_bytes / search.error)
+    if search.is_beaten:
+        raise _nothing_less(budget_bytes)
     search.by_hand(made)
-    if search.best is None and known_share == math.inf:
+    if search.best is None and elsewhere.share == math.inf:
         search.least()
         search.ease()
     expected = said * min(search.errors, default=1.0)  # it may err as others do
@@ -95,7 +78,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
     if plain.measurement is not None and _needed(plain) <= budget_bytes:
         return _finished(verifier, plain, plain, budget_bytes)
     if search.best is None and search.least_seen is None:
-        raise _nothing_less(known_share, budget_bytes)
+        raise _nothing_less(budget_bytes)
     if search.best is None:
         raise _infeasible(verifier, search.least_seen, plain, budget_bytes)
     return _finished(verifier, search.best, plain, budget_bytes)
@@ -112,12 +95,13 @@ class _Search:
     budget_bytes: int
     effort: Effort
     began: float
-    known_share: float = math.inf
+    elsewhere: Elsewhere = NOTHING
     seen: list[float] = field(default_factory=list)
     planned_share: float = math.inf
     best: Plan | None = None
     least_seen: Plan | None = None
     errors: list[float] = field(default_factory=list)
+    is_beaten: bool = False
 
     @property
     def error(self) -> float:
@@ -128,12 +112,27 @@ class _Search:
         return max(1.0, min(self.errors or self.seen, default=1.0))
 
     @property
+    def price(self) -> float:
+        """What another plan must spare now, as a share of a forward pass."""
+        return self.effort.price(len(self.seen))
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether enough was compiled that does not fit."""
+        return self.effort.gives_up(len(self.seen))
+
+    @property
+    def price_by_hand(self) -> float:
+        """The same of a plan by hand: half as much, at first .5 % of the gradient's FLOPs."""
+        return self.price / 2
+
+    @property
     def most_share(self) -> float:
         """What the best that is known to fit recomputes, of this program or another; infinite where nothing is.
 
         While plans by hand come first, what the planner's is predicted to.
         """
-        return min(self.known_share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
+        return min(self.elsewhere.share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
     def ease(self) -> None:
         """Where only the least plan fits, by recomputing much, look for one that fills the budget better."""
@@ -145,17 +144,21 @@ class _Search:
     def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
         bracket = Bracket(self.budget_bytes * (1 - TUNING.budget_margin), slope=1.0)
-        before, needed = None, 0
+        tried, needed = dict[object, int](), 0
         while True:
             plan = self._aimed(cuts, asked)
-            predicted, is_same = predicted_bytes(plan), _regions(plan) == before
+            predicted, is_same = predicted_bytes(plan), _regions(plan) in tried
             if not is_same or not (bracket.low and bracket.high):
                 if predicted > asked or is_same or not self.may_try(plan):
                     return
+                if self.best is None and self.errors and self.elsewhere.is_better(self.error, recomputed_share(plan)):
+                    self.is_beaten = True
+                    return
                 missed, needed = needed, self.try_(plan).temp_bytes
-                before = _regions(plan)
+                tried[_regions(plan)] = needed
                 if self.best is None and 0 < missed <= needed:
                     return  # what a stage needs by itself holds the peak, or the packing of buffers
+            needed = tried[_regions(plan)]
             # below one that does not fit, what is asked for up to here gives no other plan than this
             bracket.add(asked if bracket.high and needed <= self.budget_bytes else predicted, needed)
             following = bracket.following()
@@ -177,10 +180,10 @@ class _Search:
         if self.verifier.is_known(plan):
             return True
         if self.most_share == math.inf:
-            return self.verifier.compiles < TUNING.most_compiles - TUNING.least_compiles
+            return not self.gives_up and self.verifier.compiles < TUNING.most_compiles - TUNING.least_compiles
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
         spared = self.most_share - recomputed_share(plan)
-        if is_long or spared <= self.effort.gain or self.verifier.compiles >= TUNING.most_compiles:
+        if is_long or spared <= self.price or self.verifier.compiles >= TUNING.most_compiles:
             return False
         left = self.effort.max_seconds - (time.monotonic() - self.began)
         return self.verifier.expected_seconds(plan) <= left
@@ -205,9 +208,9 @@ class _Search:
         """
         fits = predicted_bytes(planned) <= self.budget_bytes
         planned_share = recomputed_share(planned) if fits else math.inf
-        if self.seen or planned_share <= self.effort.gain_by_hand:
+        if self.seen or planned_share <= self.price_by_hand:
             return
-        most = planned_share - self.effort.gain_by_hand
+        most = planned_share - self.price_by_hand
         if any(predicted_bytes(plan) <= self.budget_bytes and recomputed_share(plan) < most for plan in make()):
             self.planned_share = planned_share
             self.by_hand(make)
@@ -224,7 +227,8 @@ class _Search:
         compiled.
         """
         is_long = len(self.verifier.program.eqns) > TUNING.long_equations
-        if self.most_share < math.inf and (is_long or self.most_share <= self.effort.gain_by_hand):
+        is_enough = is_long or self.most_share <= self.price_by_hand if self.most_share < math.inf else self.gives_up
+        if is_enough:
             return
         if not (left := self._recompute_less(every := make())):
             return
@@ -278,14 +282,14 @@ class _Search:
             probability = doubt * fitting_probability(predicted_bytes(plan) / max(limit, 1.0), error)
             gain = probability * (most - recomputed_share(plan))
             is_likely = probability >= TUNING.least_probability
-            return round(gain, 3) if is_likely or gain > self.effort.gain_by_hand else 0.0
+            return round(gain, 3) if is_likely or gain > self.price_by_hand else 0.0
 
         found = max(plans, key=expected, default=None)
         return found if found is not None and expected(found) > 0 else None
 
     def _recompute_less(self, plans: Sequence[Plan]) -> list[Plan]:
         """Those that recompute clearly less than the best that fits."""
-        most = self.most_share - self.effort.gain_by_hand
+        most = self.most_share - self.price_by_hand
         return [plan for plan in plans if recomputed_share(plan) < most]
 
     def least(self) -> None:
@@ -297,7 +301,7 @@ class _Search:
         for slack, cuts in product((TUNING.least_slack, 0.0), near):
             if len(tried) == TUNING.least_compiles:
                 break
-            if tried and not self._may_need_less(found[0][0]):
+            if tried and (self.gives_up or not self._may_need_less(found[0][0])):
                 return
             plan = self.candidates.plan(cuts, 1, slack)
             if _regions(plan) in tried:  # what differs in barriers alone says the same
@@ -336,29 +340,11 @@ class _Search:
         low = predicted_bytes(self.candidates.plan(cuts, 1))
         for _ in range(TUNING.between_compiles):
             least = _needed(self.least_seen)
-            if self.best is not None or least - low <= TUNING.between_gap * least:
+            if self.best is not None or self.gives_up or least - low <= TUNING.between_gap * least:
                 return
             asked = (low + least) // 2
             plan = self.candidates.plan(cuts, asked, TUNING.least_slack)
             low = asked if self.try_(plan).temp_bytes > (1 - TUNING.between_gap) * least else low
-
-
-def by_hand_error(target: Target) -> float:
-    """By what predictions of plans by hand err in the median on a target."""
-    return TUNING.by_hand_error if target.platform == "cpu" else TUNING.median_error
-
-
-def fitting_probability(share: float, error: float = TUNING.median_error) -> float:
-    """How probable it is that what is predicted to need this share of a limit fits.
-
-    Errors fall off exponentially, half of them at `error`.
-
-    Example:
-        >>> [round(fitting_probability(share), 2) for share in (0.97, 1.0, 1.03)]
-        [0.75, 0.5, 0.25]
-    """
-    tail: float = 0.5 ** (1 + abs(share - 1) / error)
-    return tail if share > 1 else 1 - tail
 
 
 def _regions(plan: Plan) -> object:
@@ -370,9 +356,9 @@ def _needed(plan: Plan | None) -> int:
     return plan.measurement.temp_bytes if plan and plan.measurement else 0
 
 
-def _nothing_less(known_share: float, budget_bytes: int) -> InfeasibleBudgetError:
+def _nothing_less(budget_bytes: int) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
-        f"No plan that may fit recomputes less than {known_share:.0%} of a forward pass, as one that fits does.",
+        "No plan that may fit recomputes less than another program of the function does, or is expected to.",
         requested_bytes=budget_bytes,
         least_bytes=0,
     )

@@ -38,9 +38,10 @@ from jaxsub.planners.milp import Bounded
 from jaxsub.search import verify as verifying
 from jaxsub.search.annotate import opened
 from jaxsub.search.belonging import require_belonging
-from jaxsub.search.budget_search import EFFORTS, Effort, fit
+from jaxsub.search.budget_search import fit
 from jaxsub.search.by_hand import plans_by_hand
 from jaxsub.search.candidates import Candidates
+from jaxsub.search.compile_worth import EFFORTS, NOTHING, Elsewhere
 from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
 from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_plan, put_refusal
@@ -272,10 +273,10 @@ class Planning:
             plan = self.beside_plain(program, plan)
         return plan
 
-    def whole(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = math.inf) -> Plan:
+    def whole(self, program: Program, budget: Budget, is_trusted: bool, elsewhere: Elsewhere = NOTHING) -> Plan:
         """Plan a program for a budget, as it stands; where told so, by prediction alone.
 
-        With `known_share` only what recomputes less of a forward pass is compiled.
+        Only what recomputes less than what there is `elsewhere` is compiled.
         """
         settings, (verifier, planner, candidates) = self.settings, self.prepared(program)
         verifier.compiles = 0
@@ -289,7 +290,7 @@ class Planning:
         elif is_trusted or settings.verify is False:
             plan = _trusted(candidates, n_bytes)
         else:
-            plan = self._fitted(verifier, candidates, n_bytes, overrides, known_share)
+            plan = self._fitted(verifier, candidates, n_bytes, overrides, elsewhere)
         if overrides:
             plan = _with_overrides(verifier, plan, overrides, budget)
         if settings.bound and not is_trusted:
@@ -304,14 +305,15 @@ class Planning:
         return plan.replace(plain_prediction=candidates.plain().prediction)
 
     def _fitted(self, verifier: verifying.Verifier, candidates: Candidates, n_bytes: int,
-                overrides: Mapping[str, int], known_share: float) -> Plan:  # fmt: skip
+                overrides: Mapping[str, int], elsewhere: Elsewhere) -> Plan:  # fmt: skip
         """A plan that the compiler confirms to fit."""
         settings = self.settings
-        effort = Effort(EFFORTS[settings.effort], math.inf if settings.max_seconds is None else settings.max_seconds)
+        most_seconds = math.inf if settings.max_seconds is None else settings.max_seconds
+        effort = replace(EFFORTS[settings.effort], max_seconds=most_seconds)
         is_open = isinstance(get(settings.planner), Auto) and not (overrides or settings.profile or settings.offload)
         pricer = verifier.pricer
         by_hand = partial(plans_by_hand, pricer.sized, self.target.gpu, pricer.share) if is_open else tuple
-        plan = fit(verifier, candidates, n_bytes, effort, by_hand, known_share, self.errors)
+        plan = fit(verifier, candidates, n_bytes, effort, by_hand, elsewhere, self.errors)
         if overrides and not _fits(_with_overrides(verifier, plan, overrides, Budget(n_bytes)), n_bytes):
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
             plan = fit(verifier, candidates, less_bytes, effort)

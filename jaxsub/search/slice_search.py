@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.trace import Program
-from jaxsub.search.budget_search import by_hand_error, fitting_probability
 from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.candidates import below_least
+from jaxsub.search.compile_worth import NOTHING, Elsewhere, by_hand_error, fitting_probability
+from jaxsub.search.fewest_slices import cost_of, fewest_slices
 from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least, slowed_share
-from jaxsub.search.slicing import Chunks, asked, find_runs
+from jaxsub.search.slicing import Chunks, RunsFound, asked, find_runs
 
 
 def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
@@ -90,7 +91,8 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
     (does_not_fit, *_), chosen, plan = min(found, key=lambda ranked: ranked[0])
     if does_not_fit:
         return plan
-    return search.planned(search.fewest_of(chosen, n_bytes, needed_bytes(plan), cost_of(plan)), search.budget)
+    fewest = fewest_slices(chosen, n_bytes, needed_bytes(plan), cost_of(plan), search._plan_or_refusal)
+    return search.planned(fewest, search.budget)
 
 
 Places = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
@@ -100,7 +102,7 @@ WHOLE: Runs = ()
 """No run in slices: the program as it stands."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Search:
     """Plans that fit and refusals, with the runs in slices that they are of."""
 
@@ -112,6 +114,12 @@ class _Search:
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
     predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
+    error: float = field(init=False, default=1.0)
+    """By what factor predictions were too low, of what was postponed or given up."""
+
+    postponed: set[Runs] = field(init=False, default_factory=set)
+    """What others were expected to recompute less than, or fit already and do."""
+
     leasts: dict[Places, dict[int, int]] = field(init=False, default_factory=dict)
     """Of runs that are predicted not to fit: the least, by how many slices they have together."""
 
@@ -119,35 +127,56 @@ class _Search:
         """Plan what is predicted to recompute least: the program as it stands, or with a set of runs in slices."""
         is_whole_first = self.budget.n_bytes is None or self.is_asked or self._said()[0] <= TUNING.little_recompute
         if is_whole_first:
-            self._try(WHOLE)
+            self._try(WHOLE, tuple if self.budget == Budget() else lambda: self.sets)
             if self.budget == Budget() and not self.is_asked:
                 return
             if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
                 return
-        found = find_runs(self.program, self.target, self.n_bytes)
-        sets = dict.fromkeys(found.sets())
-        sets = sets if is_whole_first else {WHOLE: None, **sets}
-        self._try_sets(dict(sets), TUNING.slice_sets + (WHOLE in sets))
+        is_left = WHOLE in self.postponed or not is_whole_first
+        self._try_sets({WHOLE: None, **self.sets} if is_left else dict(self.sets), TUNING.slice_sets + is_left)
         if not self.plans:
-            self._try_sets({runs: None for runs in found.sets(is_last=True) if runs not in sets}, 1)
+            self._try_sets({runs: None for runs in self.found.sets(is_last=True) if runs not in self.sets}, 1)
+
+    @cached_property
+    def found(self) -> RunsFound:
+        """The runs of the program that may be executed in slices."""
+        return find_runs(self.program, self.target, self.n_bytes)
+
+    @cached_property
+    def sets(self) -> dict[Runs, None]:
+        """The usual sets of them."""
+        return dict.fromkeys(self.found.sets())
 
     def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
-        """Plan the program with the most promising sets of runs in slices."""
-        for _ in range(most):
-            if not (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
-                break
+        """Plan the program with the most promising sets of runs in slices.
+
+        Once predictions of one have been too low, another may be expected to recompute less: it comes first then.
+        """
+        n_tried = 0
+        while n_tried < most and (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
             (does_not_fit, _, cost, _), chosen = found
             chosen = WHOLE if WHOLE in sets and not does_not_fit and self._may_spare(cost) else chosen
             sets.pop(chosen)
-            known_share = self._least_cost()  # fewer slices are better at the same cost
-            for runs in dict.fromkeys((self._fewest(chosen), chosen)):
-                if self._try(runs, known_share):
-                    fewer = self._fewest(runs, self.plans[-1]) if slowed_share(runs) > TUNING.compile_gain else runs
-                    if fewer != runs:
-                        self._try(fewer, known_share)
-                    break
+            if self._tried(chosen, tuple(sets)):
+                sets[chosen] = None
+            else:
+                n_tried += 1
         if WHOLE in sets and self._may_err():
-            self._try(WHOLE, self._least_cost())
+            self._try(WHOLE)
+
+    def _tried(self, chosen: Runs, others: Collection[Runs]) -> bool:
+        """Plan a set of runs in as few slices as may do; whether another of the sets has to come first."""
+        others = others if chosen not in self.postponed else ()
+        for runs in dict.fromkeys((self._fewest(chosen), chosen)):
+            if self._try(runs, lambda: others):  # fewer slices are better at the same cost
+                fewer = self._fewest(runs, self.plans[-1]) if slowed_share(runs) > TUNING.compile_gain else runs
+                if fewer != runs:
+                    self._try(fewer)
+                break
+            if runs in self.postponed:
+                self.postponed.add(chosen)
+                return bool(others) and not self.plans
+        return False
 
     @property
     def n_bytes(self) -> int:
@@ -160,7 +189,7 @@ class _Search:
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
         try:
-            return recomputed_share(self.planned(WHOLE, self.budget)), 0
+            return recomputed_share(self.planned(WHOLE, self._expected())), 0
         except InfeasibleBudgetError as refused:
             return math.inf, refused.least_bytes
 
@@ -214,7 +243,7 @@ class _Search:
             is_alike = bool(runs) and not self.is_asked and self._is_refused_alike(runs)
             if is_alike and not self._is_misjudged():
                 continue
-            found = self._plan_or_refusal(runs, self._corrected() if runs else self.budget)
+            found = self._plan_or_refusal(runs, self._corrected() if runs else self._expected())
             if not isinstance(found, Plan):
                 self.leasts.setdefault(_places(runs), {})[sum(run.count for run in runs)] = found.least_bytes
             if is_alike or not isinstance(found, Plan):
@@ -283,8 +312,12 @@ class _Search:
         pairs = [(p.prediction.temp_bytes, p.measurement.temp_bytes) for p in self.plans
                  if p.slices and p.prediction and p.measurement and not p.planner.startswith(BY_HAND)]  # fmt: skip
         if not pairs:
-            return Budget(int(self.n_bytes * min((1.0, *self._refused_ratios()))))
+            return Budget(int(self.n_bytes * min((1 / self.error, *self._refused_ratios()))))
         return Budget(int(self.n_bytes * max((said / max(is_, 1) for said, is_ in pairs), default=1.0)))
+
+    def _expected(self) -> Budget:
+        """The budget for predictions of the program without slices, which are as wrong as they were."""
+        return self.budget if self.error == 1.0 else Budget(int(self.n_bytes / self.error))
 
     def _least_cost(self) -> float:
         """What the best plan that was found costs; infinite where there is none."""
@@ -317,42 +350,34 @@ class _Search:
         with contextlib.suppress(InfeasibleBudgetError):
             now = self.planned(runs, self._corrected())
             room = int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan or now)
-            return self.fewest_of(runs, max(1, room), needed_bytes(now), cost_of(plan or now))
+            return fewest_slices(runs, max(1, room), needed_bytes(now), cost_of(plan or now), self._plan_or_refusal)
         return runs
 
-    def fewest_of(self, runs: Runs, n_bytes: int, needed: int, most: float) -> Runs:
-        """The same runs in as few slices as fit and cost no more: each slice reads and writes the weights.
+    def _try(self, runs: Runs, others: Callable[[], Collection[Runs]] = tuple) -> bool:
+        """Plan with the compiler; unless slices were asked for, only what recomputes less than others do or may."""
 
-        What grows with a slice is twice as large in half as many: two plans say where the limit may be.
+        def is_better(error: float, share: float) -> bool:
+            self.error = max(self.error, error)
+            left = Budget(int(self.n_bytes / self.error))
+            return any(self._recomputes_less(other, left, share) for other in others() if other != runs)
 
-        Args:
-            runs: The runs.
-            n_bytes: The budget.
-            needed: What they need in so many slices.
-            most: What they may cost.
-        """
-        every = [runs]
-        while (fewer := tuple(map(_halved, every[-1]))) != every[-1]:
-            every.append(fewer)
-        known, low, high = {0: needed}, 0, len(every)
-        while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
-            there = there if there < high else (low + high) // 2
-            found = self._plan_or_refusal(every[there], Budget(n_bytes))
-            if not isinstance(found, Plan) or round(cost_of(found), 3) > round(most, 3):
-                high = there
-            else:
-                low, known[there] = there, needed_bytes(found)
-        return every[low]
-
-    def _try(self, runs: Runs, known_share: float = math.inf) -> bool:
-        """Plan with the compiler; only what recomputes less than `known_share`, unless slices were asked for."""
-        most = math.inf if self.is_asked else known_share
+        elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), is_better)
         try:
-            self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, most))
+            self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, elsewhere))
         except InfeasibleBudgetError as refused:
-            self.refusals.append((refused, runs))
+            if refused.least_bytes:
+                self.refusals.append((refused, runs))
+            else:
+                self.postponed.add(runs)
             return False
         return True
+
+    def _recomputes_less(self, runs: Runs, budget: Budget, share: float) -> bool:
+        """Whether some runs in slices are predicted to fit a budget, and to recompute clearly less than a share."""
+        if max(_least_gain(runs), fixed_cost(runs)) >= share or is_slow(self.program, self.target, runs):
+            return False
+        found = self._plan_or_refusal(runs, budget)
+        return isinstance(found, Plan) and cost_of(found) <= share - TUNING.little_recompute
 
     def refusal(self) -> InfeasibleBudgetError:
         """The refusal of the least, with its plan; where that is predicted alone, of the least that is met if asked."""
@@ -379,11 +404,6 @@ def _least_gain(runs: Runs) -> float:
     return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
 
 
-def cost_of(plan: Plan) -> float:
-    """What a plan recomputes and what its slices move again, as a share of a forward pass."""
-    return recomputed_share(plan) + slowed_share(plan.slices)
-
-
 def _places(runs: Runs) -> Places:
     return tuple((run.within, run.start, run.stop) for run in runs)
 
@@ -391,26 +411,3 @@ def _places(runs: Runs) -> Places:
 def _n_slices(plan: Plan) -> int:
     """How many slices the runs of a plan have together."""
     return sum(run.count for run in plan.slices)
-
-
-def _halved(run: Slices) -> Slices:
-    """A run in half as many slices."""
-    half = run.count if run.parts > 1 and run.count % 2 else run.count // 2  # still a divisor
-    count, whole = max(2, half), run.spared_bytes * run.count // (run.count - 1)
-    slowed = run.slowed_share * (count - 1) / (run.count - 1)
-    return replace(run, count=count, spared_bytes=whole - whole // count, slowed_share=slowed)
-
-
-def _farthest(needs: Mapping[int, int], room: int) -> int:
-    """How often a number of slices may be halved for what they need to stay within the room, by what is known of two.
-
-    Example:
-        >>> _farthest({0: 10, 1: 12}, 25), _farthest({0: 10}, 25)
-        (3, 1)
-    """
-    *before, last = sorted(needs)
-    if not before:
-        return 1 if needs[last] <= room else 0
-    grown = (needs[last] - needs[before[-1]]) / (2**last - 2 ** before[-1])
-    most = (room - needs[last]) / grown + 2**last if grown > 0 else math.inf
-    return int(math.log2(max(1.0, min(most, 2.0**62))))

@@ -20,14 +20,15 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.emission.folding import program_of_slice, with_slices
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.trace import Program
+from jaxsub.search.compile_worth import NOTHING, Elsewhere
 from jaxsub.search.sliceable import named
 
 
 class Whole(Protocol):
     """Plans a program for a budget, as it stands; where told so, by prediction alone."""
 
-    def __call__(self, program: Program, budget: Budget, is_trusted: bool, known_share: float = ..., /) -> Plan:
-        """Return the plan; with `known_share` one that recomputes less of a forward pass, or a refusal."""
+    def __call__(self, program: Program, budget: Budget, is_trusted: bool, elsewhere: Elsewhere = ..., /) -> Plan:
+        """Return the plan, one that recomputes less than what there is `elsewhere`; or a refusal."""
         ...
 
 
@@ -48,7 +49,7 @@ def unfolded(program: Program, runs: Runs, plan: Plan) -> Plan:
 
 
 def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool,
-              known_share: float = math.inf) -> Plan:  # fmt: skip
+              elsewhere: Elsewhere = NOTHING) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
     A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. If the compiled plan
@@ -56,9 +57,10 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
     """
     n_bytes = budget.n_bytes
     if not runs:
-        return whole(program, budget, is_trusted, known_share)
+        return whole(program, budget, is_trusted, elsewhere)
     if n_bytes is None or not is_whole_function(program, runs):
-        found = _plan_or_refusal(whole, with_slices(program, runs), budget, is_trusted, known_share - fixed_cost(runs))
+        beside = elsewhere.beside(fixed_cost(runs))
+        found = _plan_or_refusal(whole, with_slices(program, runs), budget, is_trusted, beside)
         if isinstance(found, Plan):
             return unfolded(program, runs, found)
         raise found.with_plan(partial(unfolded, program, runs))
@@ -149,9 +151,9 @@ def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:
 
 
 def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool,
-                     known_share: float = math.inf) -> Plan | InfeasibleBudgetError:  # fmt: skip
+                     elsewhere: Elsewhere = NOTHING) -> Plan | InfeasibleBudgetError:  # fmt: skip
     try:
-        return whole(program, budget, is_trusted, known_share)
+        return whole(program, budget, is_trusted, elsewhere)
     except InfeasibleBudgetError as refused:
         return refused
 

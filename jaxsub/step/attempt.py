@@ -12,8 +12,9 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.emission.forms import program_in
 from jaxsub.search.call_sites import CallSite, Trial
+from jaxsub.search.fewest_slices import cost_of
 from jaxsub.search.forms import added_flops
-from jaxsub.search.slice_search import cost_of, is_slow
+from jaxsub.search.slice_search import is_slow
 from jaxsub.step.fused_update import Findings
 
 

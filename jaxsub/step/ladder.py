@@ -21,10 +21,11 @@ from jaxsub.planners import get
 from jaxsub.planners.memo import Memo
 from jaxsub.search.call_sites import CallSite
 from jaxsub.search.candidates import Candidates, Partition
+from jaxsub.search.fewest_slices import cost_of
 from jaxsub.search.forms import forms_of, in_form
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.propagated import pricer_of
-from jaxsub.search.slice_search import best_in_slices, cost_of, is_slow
+from jaxsub.search.slice_search import best_in_slices, is_slow
 from jaxsub.search.verify import cut_choices, untouched, usual_choices
 
 

@@ -117,7 +117,7 @@ def test_random_programs_interpreted(part):
 def test_plans_for_budgets_are_read_back_by_another_process():
     """Three budgets for each program: planned here, read and checked there; large arrays are only traced."""
     with reader_process() as reader:
-        for number in numbers(5):
+        for number in numbers(3):
             check_budgets(number, reader)
 
 

@@ -13,8 +13,9 @@ from jaxsub.core.plan import Budget, Plan, Segment
 from jaxsub.core.tuning import TUNING
 from jaxsub.search import budget_search
 from jaxsub.search.bracket import Bracket, largest
-from jaxsub.search.budget_search import Effort, fit
+from jaxsub.search.budget_search import fit
 from jaxsub.search.candidates import Candidates
+from jaxsub.search.compile_worth import EFFORTS, NOTHING, Effort, Elsewhere
 
 BUDGET = 1_000_000
 
@@ -80,13 +81,13 @@ def by_tables(monkeypatch):
         "", requested_bytes=n, least_bytes=least.measurement.temp_bytes))  # fmt: skip
 
 
-def fitted(n_bytes, *ways, cuts=None, effort=None, seen=None, known_share=math.inf, **table):
+def fitted(n_bytes, *ways, cuts=None, effort=None, seen=None, elsewhere=NOTHING, **table):
     """The share of the budget needed, what is recomputed (`None` where that is the least named), and the compiles."""
     table = Table(*ways, **table)
     choices = cuts or [(k, 99) for k in range(len(ways))]
     candidates = Candidates(table.pricer, table, choices)
     try:
-        found = fit(table, candidates, int(n_bytes * BUDGET), effort or Effort(), known_share=known_share, seen=seen)
+        found = fit(table, candidates, int(n_bytes * BUDGET), effort or Effort(), elsewhere=elsewhere, seen=seen)
     except InfeasibleBudgetError as refused:
         return refused.least_bytes / BUDGET, None, table.compiles
     return found.measurement.temp_bytes / BUDGET, found.prediction.extra_flops, table.compiles
@@ -124,6 +125,32 @@ def test_what_spares_too_little_is_not_compiled():
     assert repaired((0.9, 0.94, 0.5), (0.98, 1.02, 0.3)) == (0.5, 2)
     assert repaired((0.9, 0.94, 0.5), (0.96, 0.98, 0.4), (0.98, 1.02, 0.3)) == (0.4, 3)
     assert repaired((0.9, 0.94, 0.5), (0.96, 0.98, 0.48), (0.98, 1.02, 0.3)) == (0.5, 2)
+
+
+def test_of_many_compiles_each_must_spare_twice_as_much():
+    """The fifth twice as much as the first four, and so on; with the highest effort all the same."""
+    rows, some = ((0.98, 0.965, 0.45), (1.01, 0.995, 0.4)), [1.0] * 3
+    assert fitted(1.0, rows, seen=some[:2])[1:] == (0.4, 2)
+    assert fitted(1.0, rows, seen=some[:])[1:] == (0.45, 1)
+    assert fitted(1.0, rows, seen=some[:], effort=EFFORTS["high"])[1:] == (0.4, 2)
+
+
+def test_after_many_compiles_in_vain_no_other_program_is_tried():
+    """Ten plans of others that did not fit are enough, but for the highest effort."""
+    rows, some = ((0.6, 0.9, 0.6),), [1.3] * 10
+    assert fitted(1.0, rows, seen=some[:9])[1:] == (0.6, 1)
+    assert fitted(1.0, rows, seen=some[:])[1:] == (None, 0)
+    assert fitted(1.0, rows, seen=some[:], effort=EFFORTS["high"])[1:] == (0.6, 1)
+    assert fitted(1.0, rows, seen=some[:], effort=EFFORTS["low"])[1:] == (None, 0)
+
+
+def test_what_is_expected_elsewhere_comes_first():
+    """Once a prediction was too low, another program may be expected to recompute less; what fits at once is taken."""
+    rows = (0.6, 0.9, 0.6), (0.98, 1.2, 0.2)
+    assert fitted(1.0, rows)[1] == 0.6
+    elsewhere = Elsewhere(is_better=lambda error, share: error > 1.2 and share > 0.5)
+    assert fitted(1.0, rows, elsewhere=elsewhere) == (0.0, None, 1)
+    assert fitted(1.0, rows[:1], elsewhere=elsewhere)[1] == 0.6
 
 
 def test_low_effort_takes_the_first_plan_that_fits():
@@ -247,8 +274,8 @@ def test_partitions_are_ranked_again_by_what_was_measured():
 def test_a_program_is_asked_for_as_much_less_as_others_of_the_function_needed_more():
     """As with runs in slices, where one fits: by what the best of the predictions was too low; others are told too."""
     rows, seen = ((0.68, 0.9, 0.6), (1.0, 1.3, 0.58)), [1.25, 1.4]
-    assert fitted(1.0, rows, known_share=0.9) == (0.9, 0.6, 2)
-    assert fitted(1.0, rows, known_share=0.9, seen=seen) == (0.9, 0.6, 1)
+    assert fitted(1.0, rows, elsewhere=Elsewhere(0.9)) == (0.9, 0.6, 2)
+    assert fitted(1.0, rows, elsewhere=Elsewhere(0.9), seen=seen) == (0.9, 0.6, 1)
     assert seen == [1.25, 1.4, pytest.approx(0.9 / 0.68)]
 
 

@@ -25,8 +25,9 @@ from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.blocks import blocks_of
 from jaxsub.partition.cuts import find_cuts
-from jaxsub.search.budget_search import Effort, _Search
+from jaxsub.search.budget_search import _Search
 from jaxsub.search.by_hand import _blocks, _names_of_products, plans_by_hand
+from jaxsub.search.compile_worth import Effort
 from jaxsub.search.verify import measured
 
 LAYERS, WIDTH, WORDS = 4, 64, 2048

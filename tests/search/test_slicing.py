@@ -1,5 +1,7 @@
 """Plans in slices: found where nothing else fits, asked for by name or axis, or refused by an equation."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
+from jaxsub.search.compile_worth import NOTHING
 from jaxsub.search.slice_search import _least_gain, sliced_or_whole
 from jaxsub.search.slicing import ChunksError, find_runs
 
@@ -416,7 +419,7 @@ def test_the_program_without_slices_comes_first_where_it_may_spare_much(least, i
     program = trace(classify, args, {}, argnums=0)
     asked, budget = [], 2**20
 
-    def whole(given, at_most, is_trusted, known_share=np.inf):
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
         is_sliced = len(given.eqns) < len(program.eqns)
         needed = int(budget * (0.9 if is_sliced else least if is_trusted else 1.0))
         if not is_trusted:
@@ -432,6 +435,30 @@ def test_the_program_without_slices_comes_first_where_it_may_spare_much(least, i
     assert not is_first or not plan.slices
 
 
+@pytest.mark.parametrize(("sliced", "wanted"), [(0.9, [False, True]), (1.2, [False, True, False])])
+def test_slices_that_are_expected_to_recompute_less_come_before_a_second_try(sliced, wanted):
+    """Predictions were too low for the program without them; it is tried again where they do not fit either."""
+    program = trace(classify, (HEAD, X, Y), {}, argnums=0)
+    asked, budget = [], 2**20
+
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
+        is_sliced = len(given.eqns) < len(program.eqns)
+        needed = int(budget * ((0.5 if is_trusted else sliced) if is_sliced else 0.9))
+        if not is_trusted:
+            asked.append(is_sliced)
+            if not is_sliced and elsewhere.is_better(1.3, 0.6):
+                raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=0)
+        share = 0.0 if is_sliced else 0.04 if is_trusted and at_most.n_bytes == budget else 0.6
+        plan = Plan("f", at_most, len(given.eqns), prediction=Prediction(needed, share, 1.0, 0, "by hand"))
+        if needed > at_most.n_bytes:
+            raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
+        return plan if is_trusted else plan.replace(measurement=Measurement(needed, 0, 0, 0, None, 0.0, "h100"))
+
+    plan = sliced_or_whole(program, get_target("cpu"), Budget(budget), "auto", whole)
+    assert bool(plan.slices) is (sliced < 1)
+    assert [is_sliced for is_sliced, _ in itertools.groupby(asked)] == wanted
+
+
 def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
     """Where what a loop runs in slices is computed again, and the program as it stands costs less, none is planned."""
 
@@ -444,7 +471,7 @@ def test_slices_that_recompute_more_than_the_program_are_not_looked_at():
     program = trace(loss, (jnp.ones((4, 64, 4096)), jnp.ones((2048, 64))), {})
     seen = []
 
-    def whole(given, at_most, is_trusted, known_share=np.inf):
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
         seen.append(given is program)
         prediction = Prediction(2**20, 0.4, 1.0, 0, "analytic")
         return Plan("f", at_most, len(given.eqns), prediction=prediction)
@@ -468,7 +495,7 @@ def test_slices_that_are_predicted_to_need_no_less_than_what_was_refused_are_not
     program = trace(classify, (HEAD, X, Y), {}, argnums=0)
     asked, budget = [], 2**20
 
-    def whole(given, at_most, is_trusted, known_share=np.inf):
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
         is_sliced = len(given.eqns) < len(program.eqns)
         needed = int(budget * ((least if is_sliced else predicted) if is_trusted else 1.1))
         if not is_trusted:
@@ -489,7 +516,7 @@ def test_a_refusal_names_what_the_program_needs_without_slices():
     program = trace(classify, (HEAD, X, Y), {}, argnums=0)
     budget = 2**20
 
-    def whole(given, at_most, is_trusted, known_share=np.inf):
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
         needed = int(budget * (2.0 if len(given.eqns) == len(program.eqns) else 1.9 if is_trusted else 4.0))
         if needed > at_most.n_bytes:
             raise InfeasibleBudgetError("", requested_bytes=at_most.n_bytes, least_bytes=needed)
@@ -510,7 +537,7 @@ def test_a_refusal_compiles_one_of_the_sets_that_are_expected_to_need_as_much(pr
     program = trace(tanh_layers, (weights, x), {}, argnums=0)
     priced, compiled, budget = set(), set(), 2**20
 
-    def whole(given, at_most, is_trusted, known_share=np.inf):
+    def whole(given, at_most, is_trusted, elsewhere=NOTHING):
         is_sliced = len(given.eqns) < len(program.eqns)
         needed = int(budget * ((predicted if is_trusted else 1.2 * predicted) if is_sliced else 2.0))
         if is_sliced:

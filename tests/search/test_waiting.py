@@ -57,7 +57,7 @@ def test_a_second_budget_compiles_no_more_than_one_program_more(compiles, tmp_pa
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"effort": "high"}, "effort is one of 'low', 'default', got 'high'"),
+    ({"effort": "most"}, "effort is one of 'low', 'default', 'high', got 'most'"),
     ({"max_seconds": 0}, "max_seconds is None or a positive number of seconds, got 0"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options, words):
