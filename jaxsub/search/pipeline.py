@@ -44,7 +44,7 @@ from jaxsub.search.candidates import Candidates
 from jaxsub.search.compile_worth import EFFORTS, NOTHING, Elsewhere
 from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_plan, put_refusal
+from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_least, put_plan, put_refusal
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried, pricer_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
@@ -158,13 +158,15 @@ def _kept(program: Program, settings: Settings) -> Plan:
                     put_refusal(store, key, least_key, program, target, error)
                 raise
             if settings.progress:
-                say(f"met by the least plan of a budget that was refused before, {summary(plan)}", 0.0)
+                say(f"met by a plan that was made for another budget, {summary(plan)}", 0.0)
+        if is_measured:
+            put_least(store, least_key, program, target, plan)
         put_plan(store, key, plan)
     return opened(program, plan, target, store)
 
 
 def _known(store: Store, keys: Sequence[str], program: Program, measured: Target | None, budget: Budget) -> Plan | None:
-    """The plan that is kept for a budget, or the least that a refusal named, where the budget is just that."""
+    """The plan that is kept for a budget, or the one that needs least of all, where the budget is just that."""
     key, least_key = keys
     plan = find_plan(store, key, program, measured)
     if plan is not None or measured is None or budget.n_bytes is None:

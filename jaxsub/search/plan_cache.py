@@ -48,16 +48,28 @@ _LEASTS = Store()
 
 
 def of_leasts(store: Store) -> Store:
-    """Where the plans that refusals name are kept: in a store of memory alone for as long as the process runs."""
+    """Where the plans that need least are kept: in a store of memory alone for as long as the process runs."""
     return store if store.directory is not None else _LEASTS
 
 
 def find_least(store: Store, key: str, program: Program, target: Target, n_bytes: int) -> Plan | None:
-    """The plan that a refusal named as the least, where a budget has room for it."""
+    """The plan that needed least of all that were found or that refusals named, where a budget has room for it."""
     plan = find_plan(of_leasts(store), key, program, target)
     if plan is None or plan.measurement is None or plan.measurement.temp_bytes > n_bytes:
         return None
     return plan.replace(budget=Budget(n_bytes))
+
+
+def put_least(store: Store, key: str, program: Program, target: Target, plan: Plan) -> None:
+    """Keep a measured plan if it needs less than the one there is: no budget that has room for it is refused."""
+    kept, found = of_leasts(store), plan.measurement
+    known: Plan | None = kept.get(key, Plan)
+    if found is None or (known is not None and known.measurement is not None
+                         and known.measurement.temp_bytes <= found.temp_bytes):  # fmt: skip
+        return
+    plan = finish(program, plan, Budget(found.temp_bytes))
+    kept.put(key, plan)
+    kept.put(_measured_key(program, plan, target), found)
 
 
 def put_plan(store: Store, key: str, plan: Plan) -> None:
@@ -114,14 +126,9 @@ class _Refusal:
 
 def put_refusal(store: Store, key: str, least_key: str, program: Program, target: Target,
                 error: InfeasibleBudgetError) -> None:  # fmt: skip
-    """Keep that a budget was refused, and how; of the plans that need least the one that needs less."""
-    kept = of_leasts(store)
-    known: Plan | None = kept.get(least_key, Plan)
-    is_less = known is None or known.measurement is None or error.least_bytes < known.measurement.temp_bytes
-    if error.plan is not None and error.plan.measurement is not None and is_less:
-        plan = finish(program, error.plan, Budget(error.least_bytes))
-        kept.put(least_key, plan)
-        kept.put(_measured_key(program, plan, target), plan.measurement)
+    """Keep that a budget was refused, and how, and the plan that it names."""
+    if error.plan is not None:
+        put_least(store, least_key, program, target, error.plan)
     store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders),
                                            error.plan))  # fmt: skip
 

@@ -184,3 +184,20 @@ def test_a_refusal_names_regions_and_maps_that_are_never_cut():
         jaxsub.plan(mapped, ws, x, budget=0.6, chunks=False, progress=False, cache=False)
     (holder,) = refused.value.holders
     assert f"({format_bytes(refused.value.least_bytes)})" in holder
+
+
+def test_what_one_budget_was_found_to_need_no_other_is_refused(tmp_path):
+    """A loop whose larger budget finds a plan in slices that needs less than the least plans of a smaller one."""
+
+    def loss(ws, x):
+        def body(carry, w):
+            x, n = carry
+            return (jax.lax.cond(n % 2 == 0, lambda x: jnp.sin(x @ w), lambda x: jnp.tanh(x @ w), x), n + 1), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(body), (x, 0), ws)[0][0] ** 2)
+
+    args = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8, jax.random.normal(jax.random.key(1), (512, 64))
+    found = jaxsub.plan(loss, *args, budget=0.25, progress=False, cache=tmp_path)
+    for n_bytes in (found.measurement.temp_bytes, found.measurement.temp_bytes + 2000):
+        plan = jaxsub.plan(loss, *args, budget=n_bytes, progress=False, cache=tmp_path)
+        assert plan.measurement.temp_bytes <= n_bytes
