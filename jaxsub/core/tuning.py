@@ -83,7 +83,7 @@ class Tuning:
         peak_share: or this share of the program's own peak; what carries the axis is sliced down to `wide_share`.
         narrow_share: Several values of a run are live at once: each is looked at that is this share of what is wide.
         run_reach: A run reaches to where one part in so many of its widest value is live.
-        least_sliced_bytes: For less nobody needs slices.
+        least_sliced_bytes: Less is sliced only where nothing else fits.
         light_equations: Of at most so many cheap equations a total is made before slices, where they run again.
         many_slices: Of axes that all have so many slices the one is taken that most of the run carries.
         hill_share: What was last read in this first part of an inner forward pass waits for the inner backward pass.

@@ -64,6 +64,7 @@ class RunsFound:
         runs: Runs round its widest values, and in the bodies of its loops and conditionals.
         batch: The whole function along its batch, or why not; `None` where it is no loss or has no batch.
         refused: Wide values that no run may be made of.
+        is_last: Whether nothing else fits: then slices may have any number of rows.
     """
 
     program: Program
@@ -73,20 +74,21 @@ class RunsFound:
     runs: list[Found]
     batch: Found | NotIndependent | None
     refused: Refusals
+    is_last: bool = False
 
-    def sets(self, is_last: bool = False) -> Iterator[tuple[Slices, ...]]:
+    def sets(self) -> Iterator[tuple[Slices, ...]]:
         """Sets of runs to execute in slices, those first that recompute nothing.
 
         The loss head; the whole function along its batch; the head and the widest run in the body of a loop or
         conditional; all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as
-        many rows as keep the target busy, and of a tile's; where nothing else fits (`is_last`) of any number of rows.
+        many rows as keep the target busy, and of a tile's; as a last resort of any number of rows.
         """
         whole = [self.batch] if isinstance(self.batch, Found) else []
         heads = [run for run in self.runs if run.is_head]
         loops = sorted((run for run in self.runs if run.within), key=lambda run: -run.carried_bytes)
         usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
         told: dict[tuple[Slices, ...], None] = {}
-        for asked_bytes, rows in ((1, 1),) if is_last else usual:
+        for asked_bytes, rows in ((1, 1),) if self.is_last else usual:
             for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs):
                 counts = [run.count(asked_bytes, rows) for run in runs]
                 pairs = zip(runs, counts, strict=True)
@@ -95,28 +97,31 @@ class RunsFound:
         yield from (runs for runs in told if runs)
 
 
-def find_runs(program: Program, target: Target, n_bytes: int) -> RunsFound:
+def find_runs(program: Program, target: Target, n_bytes: int, is_last: bool = False) -> RunsFound:
     """Find the runs of a program that may be executed in slices.
 
     Args:
         program: The program.
         target: What it is planned for.
         n_bytes: The budget, of one device.
+        is_last: Whether nothing else fits: then values of any size are looked at.
     """
     n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
     least = least_rows(target, dtype)
-    runs, refused = _everywhere(program, n_bytes, least)
-    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs, batch_run(program), refused)
+    narrowest = 0 if is_last else TUNING.least_sliced_bytes
+    runs, refused = _everywhere(program, n_bytes, least, narrowest)
+    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs, batch_run(program, narrowest),
+                     refused, is_last)  # fmt: skip
 
 
-def _everywhere(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
+def _everywhere(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
     """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
     found: list[Found] = []
     refused: Refusals = []
     places = [((), program)] if program.is_sharded else _places(program)
     for within, part in places:
         weight = _weight(program, within)
-        runs, reasons = _wide_runs(part, n_bytes, least)
+        runs, reasons = _wide_runs(part, n_bytes, least, narrowest)
         found += [replace(run, within=within, weight=weight) for run in runs]
         refused += reasons
     alone = [run for run in found if not run.within]
@@ -229,13 +234,11 @@ def _label(program: Program, start: int, stop: int) -> str:
     return f"{kind} at {widest.source}" if widest.source else kind
 
 
-def _wide_runs(program: Program, n_bytes: int, least: int) -> tuple[list[Found], Refusals]:
+def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
     """Disjoint runs round the widest values, each with its best axis; alike runs all of them."""
     graph = program.graph
     live, last = live_bytes(graph), graph.last_uses()
-    wide = max(
-        TUNING.least_sliced_bytes, min(TUNING.peak_share * int(live.max(initial=1)), TUNING.wide_share * n_bytes)
-    )
+    wide = max(narrowest, min(TUNING.peak_share * int(live.max(initial=1)), TUNING.wide_share * n_bytes))
     made = [v for v in graph.values if v.producer is not None and v.n_bytes > TUNING.narrow_share * wide]
     before = list(accumulate(map(made_bytes, program.eqns), initial=0))
     sizes = sorted({v.n_bytes for v in made}, reverse=True)[: TUNING.wide_values]
@@ -312,7 +315,7 @@ def _little(live: np.ndarray, positions: Sequence[int], n_bytes: int) -> float:
     return -1.0
 
 
-def batch_run(program: Program) -> Found | NotIndependent | None:
+def batch_run(program: Program, narrowest: int = TUNING.least_sliced_bytes) -> Found | NotIndependent | None:
     """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
 
     Most of what it makes has to be along the batch: with a total over it in every layer the loss alone would be sliced.
@@ -331,7 +334,7 @@ def batch_run(program: Program) -> Found | NotIndependent | None:
     for tried in ([*seeds, *batch_seeds(program, 0)[:2]], batch_seeds(program, 1)[:2]):
         found, refused = _follow_all(program, 0, len(program.eqns), tried)
         wide = [run for run in found
-                if _bytes_made(run.axis.steps) > max(half, TUNING.least_sliced_bytes * run.split.parts)]  # fmt: skip
+                if _bytes_made(run.axis.steps) > max(half, narrowest * run.split.parts)]  # fmt: skip
         if wide:
             return max(wide, key=lambda f: f.carried_bytes)
         first = first or next(iter(refused), None)

@@ -216,18 +216,20 @@ def test_a_budget_that_is_none(budget):
         jaxsub.plan(lambda x: x, 1.0, budget=budget)
 
 
-def test_the_least_budget_named_in_a_refusal_works():
+@pytest.mark.parametrize("chunks", [False, "auto"])
+def test_the_least_budget_named_in_a_refusal_works(chunks):
     """A budget of one byte is refused with figures, and the least one named is met."""
     loss, args = small()
     with pytest.raises(InfeasibleBudgetError, match="Pass budget=") as refused:
-        measured(loss, budget=1)(*args)
+        measured(loss, budget=1, chunks=chunks)(*args)
     assert refused.value.requested_bytes == 1
     assert str(refused.value.least_bytes) in str(refused.value)
     shares = [int(held.partition("%")[0]) for held in refused.value.holders]
     assert shares == sorted(shares, reverse=True)
     assert 50 <= sum(shares) <= 102  # rounded
-    assert re.search(r"\d+% \([\d.]+ \w+\) .*float32\[.*\] test_sublinear.py:\d+", str(refused.value))
-    f = measured(loss, budget=refused.value.least_bytes)
+    held = r"float32\[.*\] test_sublinear.py:\d+" if chunks is False else r"test_sublinear.py:\d+ \(loss\)` works with"
+    assert re.search(rf"\d+% \([\d.]+ \w+\) .*{held}", str(refused.value))
+    f = measured(loss, budget=refused.value.least_bytes, chunks=chunks)
     assert f.plan(*args).measurement.temp_bytes <= refused.value.least_bytes
     assert_as_plain(jax.jit(jax.grad(f))(*args), jax.jit(jax.grad(loss))(*args))
 

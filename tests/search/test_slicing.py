@@ -731,7 +731,7 @@ def test_a_recurrent_network_is_not_sliced_into_rows():
     args = jax.ShapeDtypeStruct((256, 768), jnp.float32), jax.ShapeDtypeStruct((128, 64, 256), jnp.float32)
     program, cpu = trace(recurrent, args, {}, argnums=0), get_target("cpu")
     found, last = (
-        {run for runs in find_runs(program, cpu, 1).sets(is_last) for run in runs} for is_last in (False, True)
+        {run for runs in find_runs(program, cpu, 1, is_last).sets() for run in runs} for is_last in (False, True)
     )
     assert {run.count for run in found} == {2}
     assert not any(run.slowed_share for run in found)
