@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator
@@ -29,9 +30,22 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _SET = re.compile(r"\{([^{}]*)\}")
 
 
+SETTINGS = (
+    "threefry_partitionable", "threefry_gpu_kernel_lowering", "default_matmul_precision", "compiler_enable_remat_pass",
+    "use_shardy_partitioner", "optimization_level", "exec_time_optimization_effort", "memory_fitting_effort",
+    "ragged_dot_use_ragged_dot_instruction",
+)  # fmt: skip
+"""JAX's settings that decide how a program is compiled and that no jaxpr shows."""
+
+
 def of_jax() -> str:
-    """Describe the JAX settings that change plans and measurements, for keys on disk: which `jax.checkpoint`, x64."""
-    return f"{compat.remat_flavour()} {jax.dtypes.canonicalize_dtype(float)}"
+    """Describe the settings that change plans and measurements, for keys on disk: JAX's, and flags given to XLA.
+
+    Where XLA writes its dumps changes nothing.
+    """
+    settings = [getattr(jax.config, f"jax_{name}", None) for name in SETTINGS]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
+    return f"{compat.remat_flavour()} {jax.dtypes.canonicalize_dtype(float)} {settings} {sorted(flags)}"
 
 
 def signatures_of(eqns: Iterable[Any]) -> tuple[bytes, ...]:

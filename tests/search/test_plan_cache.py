@@ -244,3 +244,27 @@ def test_a_hostile_directory_changes_nothing(tmp_path, kept):
     assert outside.read_text() == "mine"
     assert sorted((tmp_path / "cache").rglob("*.json")) == files
     assert planned(budget=0.8, chunks=False, cache=tmp_path / "cache") == found
+
+
+@pytest.mark.parametrize("changed", ["a setting of JAX", "a flag of XLA"])
+def test_what_was_compiled_otherwise_is_no_plan_here(changed, tmp_path, monkeypatch):
+    """Settings that no jaxpr shows decide what a program needs: a plan of others is not taken. Dumps do not."""
+
+    def loss(w, x, key):
+        x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0) ** 2)
+
+    args = jnp.eye(64), jnp.ones((1024, 64)), jax.random.key(0)
+
+    def compiled_with(partitionable, flags=""):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        compiles = []
+        measure = jaxsub.search.verify.measure_compiled
+        with monkeypatch.context() as patch, jax.threefry_partitionable(partitionable):
+            patch.setattr("jaxsub.search.verify.measure_compiled", lambda *a: compiles.append(a) or measure(*a))
+            jaxsub.plan(loss, *args, budget="1GiB", cache=tmp_path, progress=False)
+        return len(compiles)
+
+    assert compiled_with(True)
+    assert not compiled_with(True, "--xla_dump_to=dumps")
+    assert compiled_with(False) if changed == "a setting of JAX" else compiled_with(True, "--xla_some_scheduler=false")
