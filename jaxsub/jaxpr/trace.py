@@ -135,13 +135,13 @@ def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
 def with_own_settings(work: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function of a program, its first argument or an attribute of that, in what it needs of JAX's settings.
 
-    These are `as_wide_as` it, and loops that are traced as equations also under `jax.disable_jit()`.
+    These are `as_wide_as` it, loops as equations also under `jax.disable_jit()`, and random keys that are read again.
     """
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         given: Any = args[0]
-        with jax.disable_jit(False), as_wide_as(getattr(given, "program", given)):
+        with jax.disable_jit(False), jax.debug_key_reuse(False), as_wide_as(getattr(given, "program", given)):
             return work(*args, **kwargs)
 
     return run

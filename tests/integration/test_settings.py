@@ -133,3 +133,19 @@ def test_remat3(flag):
     assert jnp.allclose(mapped([w] * 8, x[None])[3][0], jax.grad(named)([w] * 8, x)[3], atol=1e-5)
     """
     in_a_process(LOSS + textwrap.dedent(code), JAX_REMAT3=flag)
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 0.3])
+def test_plans_are_made_under_the_check_for_keys_that_are_used_twice(budget):
+    """What is recomputed draws its bits again, with the same key: JAX's check is for the function as it is."""
+
+    def loss(ws, x, key):
+        for w in ws:
+            key, own = jax.random.split(key)
+            x = jnp.tanh(x @ w) * jax.random.bernoulli(own, 0.9, x.shape)
+        return jnp.mean(x**2)
+
+    with jax.debug_key_reuse(True):
+        plan = jaxsub.plan(loss, [jnp.eye(64)] * 6, jnp.ones((1024, 64)), jax.random.key(0), budget=budget,
+                           cache=False, progress=False)  # fmt: skip
+    assert plan.segments or plan.slices
