@@ -56,7 +56,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
         if _needed(plain) <= budget_bytes:
             return _finished(verifier, plain, plain, budget_bytes)
     search = _Search(verifier, candidates, budget_bytes, effort, began, elsewhere, [] if seen is None else seen)
-    if search.seen and elsewhere.share == math.inf and search.gives_up:
+    if elsewhere.is_refused and elsewhere.share == math.inf and search.gives_up:
         raise _nothing_less(budget_bytes)
     made = cache(by_hand)
     first = candidates.ranked(budget_bytes)[0]

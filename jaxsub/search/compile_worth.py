@@ -63,16 +63,18 @@ class Elsewhere:
 
     Attributes:
         share: What the best that is known to fit recomputes, as a share of a forward pass; infinite where nothing is.
+        is_refused: Whether one was refused, with what it needs.
         is_better: Whether one is expected to fit and to recompute clearly less than a share, where predictions are too
             low by a factor.
     """
 
     share: float = math.inf
+    is_refused: bool = False
     is_better: Callable[[float, float], bool] = _never
 
     def beside(self, cost: float) -> Elsewhere:
         """The same for a program that costs so much whatever is recomputed."""
-        return Elsewhere(self.share - cost, lambda error, share: self.is_better(error, share + cost))
+        return Elsewhere(self.share - cost, self.is_refused, lambda error, share: self.is_better(error, share + cost))
 
 
 NOTHING = Elsewhere()

@@ -357,7 +357,7 @@ class _Search:
             left = Budget(int(self.n_bytes / self.error))
             return any(self._recomputes_less(other, left, share) for other in others() if other != runs)
 
-        elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), is_better)
+        elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), bool(self.refusals), is_better)
         try:
             self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, elsewhere))
         except InfeasibleBudgetError as refused:

@@ -137,11 +137,12 @@ def test_of_many_compiles_each_must_spare_twice_as_much():
 
 def test_after_many_compiles_in_vain_no_other_program_is_tried():
     """Ten plans of others that did not fit are enough, but for the highest effort."""
-    rows, some = ((0.6, 0.9, 0.6),), [1.3] * 10
-    assert fitted(1.0, rows, seen=some[:9])[1:] == (0.6, 1)
-    assert fitted(1.0, rows, seen=some[:])[1:] == (None, 0)
-    assert fitted(1.0, rows, seen=some[:], effort=EFFORTS["high"])[1:] == (0.6, 1)
-    assert fitted(1.0, rows, seen=some[:], effort=EFFORTS["low"])[1:] == (None, 0)
+    rows, some, refused = ((0.6, 0.9, 0.6),), [1.3] * 10, Elsewhere(is_refused=True)
+    assert fitted(1.0, rows, seen=some[:9], elsewhere=refused)[1:] == (0.6, 1)
+    assert fitted(1.0, rows, seen=some[:], elsewhere=refused)[1:] == (None, 0)
+    assert fitted(1.0, rows, seen=some[:])[1:] == (0.6, 1)  # nobody knows yet what is needed
+    assert fitted(1.0, rows, seen=some[:], elsewhere=refused, effort=EFFORTS["high"])[1:] == (0.6, 1)
+    assert fitted(1.0, rows, seen=some[:], elsewhere=refused, effort=EFFORTS["low"])[1:] == (None, 0)
 
 
 def test_what_is_expected_elsewhere_comes_first():
