@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -285,6 +286,8 @@ COMPARED_BYTES = 2**16
 def literal_key(atom: Any) -> Any:
     """Make the key of an atom that is a constant: equal for equal scalars and small arrays, as XLA merges these."""
     value: Any = getattr(atom, "val", None)
+    if isinstance(value, jax.core.Tracer):  # what a rule closes over
+        return "literal", id(value)
     if getattr(value, "size", 1) == 1:
         return "literal", str(value)
     is_number = not jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -23,8 +23,8 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.derivative_rules import is_inexact
-from jaxsub.jaxpr.inline import IN_SLICES, flatten_jaxpr
-from jaxsub.jaxpr.new_equations import call_eqn
+from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.new_equations import IN_SLICES, call_eqn
 from jaxsub.jaxpr.own_rules import rules_of
 from jaxsub.jaxpr.trace import Program, program_of, remembered
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.flops import bodies_of, primitives_in
 
 RULED = ("custom_jvp_call", "custom_vjp_call")
 """Primitives with a derivative rule of their own."""
@@ -59,6 +60,25 @@ def jvp_of(eqn: Any) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
     return jvp, shapes, [a for a, m in zip(shapes, can_move, strict=True) if m]
 
 
+def closed_over(eqns: Iterable[Any]) -> set[Any]:
+    """The variables that a `custom_vjp` among equations, or in their bodies, closes over: they have no gradient."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "custom_vjp_call":
+            found.update(eqn.invars[: eqn.params.get("num_consts", 0)])
+        for body in map(compat.open_jaxpr, bodies_of(eqn)):
+            inside = closed_over(body.eqns)
+            operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+            found.update(a for a, v in zip(operands, body.invars, strict=False) if v in inside)
+    return {a for a in found if compat.is_var(a)}
+
+
+def with_gradient(eqns: Iterable[Any], variables: Sequence[Any], consts: Sequence[Any]) -> set[int]:
+    """Which constants of a program are traced by a function around it, that may take their gradient."""
+    fixed = closed_over(eqns)
+    return {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer) and variables[i] not in fixed}
+
+
 def traced_vjp(eqn: Any) -> tuple[Any, Any]:
     """The jaxprs of the forward and the backward pass of a `custom_vjp`.
 
@@ -93,6 +113,14 @@ def traced_vjp(eqn: Any) -> tuple[Any, Any]:
     raise TypeError("JAX differentiates this function by none of its operands")
 
 
+def has_rules_within_rules(eqn: Any) -> bool:
+    """Whether an equation holds a function with a rule of its own that calls another one."""
+    is_ruled = eqn.primitive.name in RULED
+    inner = [one for body in bodies_of(eqn) for one in body.eqns]
+    return any((is_ruled and not set(RULED).isdisjoint(primitives_in(one))) or has_rules_within_rules(one)
+               for one in inner)  # fmt: skip
+
+
 def traced_rule(eqn: Any) -> tuple[Any, ...]:
     """The jaxprs of an equation's derivative by its own rule; none where that cannot be traced by itself."""
     try:
@@ -102,3 +130,28 @@ def traced_rule(eqn: Any) -> tuple[Any, ...]:
         return (jax.make_jaxpr(jvp)(shapes, tangents),)
     except NOT_TRACED:
         return ()
+
+
+def over_tracers(eqns: Iterable[Any]) -> Any:
+    """The first equation, or one in a body, whose rule closes over a value that is traced; `None` if there is none.
+
+    JAX cannot compile what it holds by itself.
+    """
+    for eqn in eqns:
+        if eqn.primitive.name in RULED:
+            rule = traced_rule(eqn)
+            if not rule or any(isinstance(c, jax.core.Tracer) for closed in rule for c in _constants(closed)):
+                return eqn
+        for body in bodies_of(eqn):
+            if (found := over_tracers(body.eqns)) is not None:
+                return found
+    return None
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """The constants of a jaxpr, and of those inside its equations."""
+    yield from getattr(closed, "consts", ())
+    for eqn in closed.eqns:
+        yield from (a.val for a in eqn.invars if not compat.is_var(a))
+        for body in bodies_of(eqn):
+            yield from _constants(body)

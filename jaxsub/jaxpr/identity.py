@@ -23,8 +23,9 @@ import jax
 import numpy as np
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.derivative_rules import RULED, traced_rule
+from jaxsub.jaxpr.derivative_rules import RULED, has_rules_within_rules, traced_rule
 from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.new_equations import runs_in_slices
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _SET = re.compile(r"\{([^{}]*)\}")
@@ -71,6 +72,8 @@ def signature_of(eqn: Any, rules: dict[Any, str] | None = None) -> bytes:
     digest = hashlib.blake2b(digest_size=12)
     digest.update(eqn.primitive.name.encode())
     is_ruled = eqn.primitive.name in RULED
+    if runs_in_slices(eqn) and not has_rules_within_rules(eqn):
+        rules = None  # the rules of slices are this package's
     for key in sorted(eqn.params):
         digest.update(key.encode())
         if not (is_ruled and _is_function(eqn.params[key])):  # a rule is known by what it computes

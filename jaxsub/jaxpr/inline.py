@@ -18,15 +18,7 @@ from jax.extend.core import Literal
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.derivative_rules import RULED
-from jaxsub.jaxpr.new_equations import barrier_eqn
-
-IN_SLICES = "jaxsub_slices"
-"""What a `jit` equation is called that executes a run of equations in slices."""
-
-
-def runs_in_slices(eqn: Any) -> bool:
-    """Tell whether an equation executes a run of equations in slices."""
-    return bool(eqn.params.get("name") == IN_SLICES)
+from jaxsub.jaxpr.new_equations import barrier_eqn, runs_in_slices
 
 
 def flatten_jaxpr(

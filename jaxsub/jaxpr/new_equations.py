@@ -10,6 +10,14 @@ import jax
 
 from jaxsub.jaxpr import compat
 
+IN_SLICES = "jaxsub_slices"
+"""What a `jit` equation is called that executes a run of equations in slices."""
+
+
+def runs_in_slices(eqn: Any) -> bool:
+    """Tell whether an equation executes a run of equations in slices."""
+    return bool(eqn.params.get("name") == IN_SLICES)
+
 
 def call_eqn(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """An equation that calls a function, also under `jax.disable_jit()`."""

@@ -23,6 +23,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
 from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.derivative_rules import with_gradient
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signatures_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
@@ -191,11 +192,10 @@ def trace(
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     consts = arrays_for_rules(eqns, invars, consts)
-    positions = {i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)}
+    positions = with_gradient(eqns, invars, consts)
     wanted = _first_floating(args) if argnums is None else argnums
     chosen = {len(consts) + i for i in _argument_positions(args, wanted, len(leaves))}
-    names = ["const"] * len(consts) + [_path_name(path) for path, _ in paths]
-    loss = loss_position(out_tree, out_leaves)
+    names, loss = ["const"] * len(consts) + [_path_name(path) for path, _ in paths], loss_position(out_tree, out_leaves)
     program = program_of(eqns, invars, outvars, consts, positions | chosen, loss, out_tree, names, closed)
     if argnums is not None:
         check_differentiated(program, chosen)

@@ -28,7 +28,7 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
-from jaxsub.jaxpr.inline import runs_in_slices
+from jaxsub.jaxpr.new_equations import runs_in_slices
 from jaxsub.planners.select import is_better
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.candidates import Candidates, Partition

@@ -30,6 +30,7 @@ from jaxsub.emission.offload import KINDS
 from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_origin import on_explicit_axes
+from jaxsub.jaxpr.derivative_rules import over_tracers
 from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.planners import Planner, get
 from jaxsub.planners.auto import Auto
@@ -121,6 +122,8 @@ def make_plan(program: Program, settings: Settings) -> Plan:
     except JaxsubError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
+        if (eqn := over_tracers(program.eqns)) is not None:
+            raise _closes_over(eqn) from error
         if not verifying.has_gradient(program):
             return verifying.finish(program, verifying.untouched(program), settings.budget)
         if not isinstance(error, NotImplementedError) or settings.verify is False:
@@ -128,6 +131,15 @@ def make_plan(program: Program, settings: Settings) -> Plan:
         told = f"This function cannot be compiled ({error}), so its plan cannot be measured."
         _without_measuring(settings, told, "Pass verify=False")  # a primitive may have no more than an implementation
         return _kept(program, replace(settings, verify=False))
+
+
+def _closes_over(eqn: Any) -> UnsupportedError:
+    name, where = eqn.primitive.name.removesuffix("_call"), compat.source_of(eqn)
+    return UnsupportedError(
+        f"The derivative rule of a `{name}` function{f' ({where})' if where else ''} closes over a traced value, so "
+        "that no plan can be made: jax.checkpoint cannot differentiate such a function either if the value is traced "
+        "inside of it. Make the value an argument of the function that has the rule."
+    )
 
 
 def _kept(program: Program, settings: Settings) -> Plan:
