@@ -124,12 +124,16 @@ def has_rules_within_rules(eqn: Any) -> bool:
 def traced_rule(eqn: Any) -> tuple[Any, ...]:
     """The jaxprs of an equation's derivative by its own rule; none where that cannot be traced by itself."""
     try:
-        if eqn.primitive.name == "custom_vjp_call":
-            return traced_vjp(eqn)
-        jvp, shapes, tangents = jvp_of(eqn)
-        return (jax.make_jaxpr(jvp)(shapes, tangents),)
+        return _traced(eqn)
     except NOT_TRACED:
         return ()
+
+
+def _traced(eqn: Any) -> tuple[Any, ...]:
+    if eqn.primitive.name == "custom_vjp_call":
+        return traced_vjp(eqn)
+    jvp, shapes, tangents = jvp_of(eqn)
+    return (jax.make_jaxpr(jvp)(shapes, tangents),)
 
 
 def over_tracers(eqns: Iterable[Any]) -> Any:
@@ -138,14 +142,22 @@ def over_tracers(eqns: Iterable[Any]) -> Any:
     JAX cannot compile what it holds by itself.
     """
     for eqn in eqns:
-        if eqn.primitive.name in RULED:
-            rule = traced_rule(eqn)
-            if not rule or any(isinstance(c, jax.core.Tracer) for closed in rule for c in _constants(closed)):
-                return eqn
+        if eqn.primitive.name in RULED and _is_over_tracers(eqn):
+            return eqn
         for body in bodies_of(eqn):
             if (found := over_tracers(body.eqns)) is not None:
                 return found
     return None
+
+
+def _is_over_tracers(eqn: Any) -> bool:
+    try:
+        rule = _traced(eqn)
+    except jax.errors.JAXTypeError:  # it is over, what traced them
+        return True
+    except NOT_TRACED:
+        return False
+    return any(isinstance(c, jax.core.Tracer) for closed in rule for c in _constants(closed))
 
 
 def _constants(closed: Any) -> Iterator[Any]:

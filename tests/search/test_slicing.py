@@ -399,6 +399,15 @@ def test_where_nothing_else_fits_slices_have_a_tile_of_rows():
     assert plan.slices
 
 
+@pytest.mark.parametrize("budget", [0.5, 0.1])
+def test_small_programs_run_in_slices_where_nothing_else_fits(budget):
+    """Slices of less than a mebibyte gain little; to a toy they are the difference between a plan and a refusal."""
+    args = [jnp.eye(16)] * 6, jnp.ones((1024, 16))
+    plan = jaxsub.plan(tanh_layers, *args, budget=budget, cache=False, progress=False)
+    assert plan.slices
+    assert plan.measurement.temp_bytes <= budget * plan.plain_measurement.temp_bytes
+
+
 def test_slices_that_cost_more_time_than_recomputation_are_not_taken():
     """Half the batch at a time reads all weights twice and launches all kernels twice: little work is done again."""
     weights, shares = [jax.ShapeDtypeStruct((512, 512), "bfloat16")] * 16, {}
