@@ -45,7 +45,7 @@ from jaxsub.search.candidates import Candidates
 from jaxsub.search.compile_worth import EFFORTS, NOTHING, Elsewhere
 from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, plan_keys, put_least, put_plan, put_refusal
+from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, met_otherwise, plan_keys, put_least, put_plan
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried, pricer_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
@@ -163,12 +163,8 @@ def _kept(program: Program, settings: Settings) -> Plan:
             if refusal is not None:
                 raise refusal
             plan = _planned(program, settings, target, store)
-        except InfeasibleBudgetError as error:  # another budget's refusal may name less
-            plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
-            if plan is None:
-                if error is not refusal:
-                    put_refusal(store, key, least_key, program, target, error)
-                raise
+        except InfeasibleBudgetError as error:
+            plan = met_otherwise(store, keys, program, target, error, error is not refusal, is_measured)
             if settings.progress:
                 say(f"met by a plan that was made for another budget, {summary(plan)}", 0.0)
         if is_measured:

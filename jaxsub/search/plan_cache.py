@@ -13,9 +13,10 @@ as it says and keeps to its budget.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxsub.core.budget import Budget
+from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedError
 from jaxsub.core.plan import Plan
@@ -58,6 +59,33 @@ def find_least(store: Store, key: str, program: Program, target: Target, n_bytes
     if plan is None or plan.measurement is None or plan.measurement.temp_bytes > n_bytes:
         return None
     return plan.replace(budget=Budget(n_bytes))
+
+
+def met_otherwise(store: Store, keys: Sequence[str], program: Program, target: Target, error: InfeasibleBudgetError,
+                  is_new: bool, is_measured: bool) -> Plan:  # fmt: skip
+    """The plan of another budget that a refused one has room for.
+
+    Raises:
+        InfeasibleBudgetError: The refusal, which is kept if it is new; it names the plan of another budget where that
+            needs less than what this search found.
+    """
+    key, least_key = keys
+    plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
+    if plan is not None:
+        return plan
+    if is_new:
+        put_refusal(store, key, least_key, program, target, error)
+    plan = find_least(store, least_key, program, target, error.least_bytes - 1) if is_measured else None
+    if plan is None or plan.measurement is None:
+        raise error
+    least = plan.measurement.temp_bytes
+    raise InfeasibleBudgetError(
+        f"Budget `{format_bytes(error.requested_bytes)}` ({error.requested_bytes} bytes) is below the least that was "
+        f"found, for another budget: `{format_bytes(least)}`. Pass budget={least}, or make the batch smaller.",
+        requested_bytes=error.requested_bytes,
+        least_bytes=least,
+        plan=plan,
+    ) from None
 
 
 def put_least(store: Store, key: str, program: Program, target: Target, plan: Plan) -> None:

@@ -201,3 +201,8 @@ def test_what_one_budget_was_found_to_need_no_other_is_refused(tmp_path):
     for n_bytes in (found.measurement.temp_bytes, found.measurement.temp_bytes + 2000):
         plan = jaxsub.plan(loss, *args, budget=n_bytes, progress=False, cache=tmp_path)
         assert plan.measurement.temp_bytes <= n_bytes
+    for _ in range(2):  # a refusal that is kept says so too
+        with pytest.raises(InfeasibleBudgetError, match="Pass budget=") as refused:
+            jaxsub.plan(loss, *args, budget=100, progress=False, cache=tmp_path)
+        assert refused.value.least_bytes <= found.measurement.temp_bytes
+        assert refused.value.plan.measurement.temp_bytes == refused.value.least_bytes
