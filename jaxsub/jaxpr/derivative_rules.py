@@ -22,8 +22,8 @@ from jaxsub.jaxpr.flops import bodies_of, primitives_in
 RULED = ("custom_jvp_call", "custom_vjp_call")
 """Primitives with a derivative rule of their own."""
 
-NOT_TRACED = (AssertionError, NameError, RuntimeError, TypeError, ValueError)
-"""What rules raise that are not meant for all inputs at once, or not outside of their `jax.shard_map`."""
+NOT_TRACED = (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What rules raise that are not made, not meant for all inputs at once, or not outside of their `jax.shard_map`."""
 
 
 def is_inexact(atom: Any) -> bool:

@@ -69,3 +69,24 @@ def test_what_a_function_around_traced_may_be_closed_over():
 
     got, wanted = jaxsub.jit(step((Y > 2).astype(X.dtype)[:, None]))(WS, X, Y)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, NotImplementedError, ValueError])
+def test_a_rule_that_nobody_needs_may_fail(error):
+    """What is not differentiated needs no derivative: a function whose rule is not made yet is no obstacle."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.tanh(x)
+
+    def backward(saved, ct):
+        raise error("not made yet")
+
+    f.defvjp(lambda x: (f(x), None), backward)
+
+    def loss(ws, x):
+        return layers(jnp.sin, ws, x) + jnp.mean(jax.lax.stop_gradient(f(x)))
+
+    plan = jaxsub.plan(loss, WS, X, budget=0.5, cache=False, progress=False)
+    gradient = jaxsub.jit(jax.grad(jaxsub.sublinear(loss, plan=plan, progress=False)))
+    chex.assert_trees_all_close(gradient(WS, X), jax.grad(loss)(WS, X), rtol=1e-5)
