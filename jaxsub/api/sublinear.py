@@ -258,8 +258,8 @@ def sublinear(
             fraction, where nothing else fits, or recomputes more than a little. `True`: wherever it spares memory.
             `False`: never. Or counts, by the name of a `jax.named_scope` or function, or by the dimension of the batch:
             `{"head": 8}`, `{0: 4}`.
-        effort: `"low"`: the first compiled plan that fits is taken. `"high"`: others are compiled too, where they are
-            predicted to spare 1 % of the gradient's FLOPs; by `"default"`, after four compiles twice as much each time.
+        effort: `"low"` takes the first compiled plan that fits. `"high"` compiles others while one may spare 1 % of the
+            gradient's FLOPs. `"default"` does too, but after four compiles each must spare twice as much as the last.
         max_seconds: After how many seconds nothing better than a plan that fits is looked for; one that fits is looked
             for all the same. Processes that must come to the same plan, such as hosts of a cluster, should not use it.
 

@@ -40,8 +40,9 @@ class Tuning:
         body_plans: Plans inside a body that are combined with the ways to run its loop.
         body_slots: Slots in which they are planned: one is far less than they must differ by (`much_less`).
         compile_gain: What another compile must spare, as a share of a forward pass: 1 % of a gradient's FLOPs.
-        usual_compiles: Up to so many; of more each must spare twice as much as the one before, for nobody waits longer
-            than for a few compiles of the plain program without a reason.
+        usual_compiles: Of so many compiles each must spare that, of more each twice as much as the one before: users
+            wait for a few compiles of the plain program, not for a dozen.
+        fitting: What a plan that fits is worth where none does: a forward pass more than full recomputation costs.
         partition_gain: What another partition must spare: .3 % of a gradient's FLOPs; finer ones have more barriers. As
             much may be recomputed for a plan that leaves room, until one is measured.
         large_stage: Stages that take this share of the budget are cut as finely as any partition cuts them.
@@ -117,6 +118,7 @@ class Tuning:
     body_slots: int = 128
     compile_gain: float = 0.03
     usual_compiles: int = 4
+    fitting: float = 2.0
     partition_gain: float = 0.009
     large_stage: float = 0.25
     least_slack: float = 1e-3

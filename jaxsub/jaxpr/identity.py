@@ -122,7 +122,10 @@ def _describe(param: Any, rules: dict[Any, str] | None = None) -> str:
 
 
 def _describe_function(x: Any, above: tuple[int, ...]) -> str:
-    """Describe a function, such as a policy, by its name, its code, and plain values and functions it closes over."""
+    """Describe a function, such as a policy, by its name, its code, and plain values and functions it closes over.
+
+    Sets are sorted, those in its code too: their order is another one in every process.
+    """
     if id(x) in above:
         return "itself"
     above += (id(x),)
@@ -133,19 +136,15 @@ def _describe_function(x: Any, above: tuple[int, ...]) -> str:
     if isinstance(x, dict):
         return f"{{{', '.join(f'{key}: {_describe_function(part, above)}' for key, part in x.items())}}}"
     if isinstance(x, set | frozenset):
-        return f"{{{', '.join(sorted(map(repr, x)))}}}"
+        return f"{{{', '.join(sorted(_describe_function(part, above) for part in x))}}}"
+    if isinstance(x, types.CodeType):
+        return hashlib.sha1(x.co_code + _describe_function((x.co_names, x.co_consts), above).encode()).hexdigest()
     if not hasattr(x, "__qualname__"):
         return _describe(x) if _is_plain(x) or callable(x) else type(x).__qualname__
     name = f"{getattr(x, '__module__', '')}.{x.__qualname__}"
     if not isinstance(x, types.FunctionType):
         return name
-    return f"{name}({_describe_code(x.__code__)}, {_describe_function(list(_closed_over(x)), above)})"
-
-
-def _describe_code(code: types.CodeType) -> str:
-    """Describe compiled code: two functions of one name may differ in a word."""
-    inner = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return hashlib.sha1(code.co_code + repr((code.co_names, inner)).encode()).hexdigest()
+    return f"{name}{_describe_function([x.__code__, *_closed_over(x)], above)}"
 
 
 def _closed_over(x: types.FunctionType) -> Iterator[Any]:

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
 
-FITTING = 2.0
-"""What a plan that fits is worth where nothing does: a forward pass more than full recomputation costs."""
-
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -41,13 +38,13 @@ class Effort:
         return self.gain * math.exp2(max(0.0, n_compiled + 1 - self.compiles))
 
     def gives_up(self, n_compiled: int) -> bool:
-        """Whether so many compiles of what does not fit are enough: one that fits is worth no more than `FITTING`.
+        """Whether so many compiles of what does not fit are enough: one that fits is worth `Tuning.fitting`.
 
         Example:
             >>> Effort().gives_up(9), Effort().gives_up(10), EFFORTS["high"].gives_up(99)
             (False, True, False)
         """
-        return TUNING.compile_gain * math.exp2(n_compiled + 1 - self.compiles) > FITTING
+        return TUNING.compile_gain * math.exp2(n_compiled + 1 - self.compiles) > TUNING.fitting
 
 
 EFFORTS = {"low": Effort(gain=math.inf), "default": Effort(), "high": Effort(compiles=math.inf)}

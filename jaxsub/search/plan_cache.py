@@ -70,12 +70,12 @@ def met_otherwise(store: Store, keys: Sequence[str], program: Program, target: T
             needs less than what this search found.
     """
     key, least_key = keys
-    plan = find_least(store, least_key, program, target, error.requested_bytes) if is_measured else None
-    if plan is not None:
-        return plan
+    below = max(error.requested_bytes, error.least_bytes - 1)
+    plan = find_least(store, least_key, program, target, below) if is_measured else None
+    if plan is not None and plan.measurement is not None and plan.measurement.temp_bytes <= error.requested_bytes:
+        return plan.replace(budget=Budget(error.requested_bytes))
     if is_new:
         put_refusal(store, key, least_key, program, target, error)
-    plan = find_least(store, least_key, program, target, error.least_bytes - 1) if is_measured else None
     if plan is None or plan.measurement is None:
         raise error
     least = plan.measurement.temp_bytes
@@ -84,7 +84,7 @@ def met_otherwise(store: Store, keys: Sequence[str], program: Program, target: T
         f"found, for another budget: `{format_bytes(least)}`. Pass budget={least}, or make the batch smaller.",
         requested_bytes=error.requested_bytes,
         least_bytes=least,
-        plan=plan,
+        plan=plan.replace(budget=Budget(least)),
     ) from None
 
 
@@ -95,9 +95,9 @@ def put_least(store: Store, key: str, program: Program, target: Target, plan: Pl
     if found is None or (known is not None and known.measurement is not None
                          and known.measurement.temp_bytes <= found.temp_bytes):  # fmt: skip
         return
-    plan = finish(program, plan, Budget(found.temp_bytes))
-    kept.put(key, plan)
-    kept.put(_measured_key(program, plan, target), found)
+    kept.put(key, plan.replace(budget=Budget(found.temp_bytes)))
+    if kept is not store:  # where it was measured that is known
+        kept.put(_measured_key(program, plan, target), found)
 
 
 def put_plan(store: Store, key: str, plan: Plan) -> None:
@@ -156,7 +156,7 @@ def put_refusal(store: Store, key: str, least_key: str, program: Program, target
                 error: InfeasibleBudgetError) -> None:  # fmt: skip
     """Keep that a budget was refused, and how, and the plan that it names."""
     if error.plan is not None:
-        put_least(store, least_key, program, target, error.plan)
+        put_least(store, least_key, program, target, finish(program, error.plan, Budget(error.least_bytes)))
     store.put(_refusal_key(key), _Refusal(str(error), error.requested_bytes, error.least_bytes, tuple(error.holders),
                                            error.plan))  # fmt: skip
 

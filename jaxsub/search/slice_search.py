@@ -354,8 +354,7 @@ class _Search:
 
         def is_better(error: float, share: float) -> bool:
             self.error = max(self.error, error)
-            left = Budget(int(self.n_bytes / self.error))
-            return any(self._recomputes_less(other, left, share) for other in others() if other != runs)
+            return any(self._recomputes_less(other, self._expected(), share) for other in others() if other != runs)
 
         elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), bool(self.refusals), is_better)
         try:

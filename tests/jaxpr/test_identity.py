@@ -1,6 +1,9 @@
 """Equations are told apart by what they compute, derivative rules of their own included."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -101,3 +104,21 @@ def test_a_plan_in_the_cache_is_for_the_rules_it_was_made_with(tmp_path):
     rules = simple, lambda x: jnp.cumsum(jnp.cumsum(jnp.cos(x), 0) @ jnp.ones((256, 256)), 0)
     few, many = (jaxsub.plan(vjp_loss(rule), x, budget="1GiB", cache=tmp_path, progress=False) for rule in rules)
     assert many.measurement.temp_bytes > few.measurement.temp_bytes
+
+
+POLICY_OF_A_SET = """
+import jax, jax.numpy as jnp
+from jaxsub.jaxpr.trace import trace
+policy = lambda primitive, *_, **params: primitive.name in {"sin", "cos", "tanh", "exp", "log"}
+print(trace(lambda x: jnp.sum(jax.checkpoint(jnp.sin, policy=policy)(x)), [jnp.ones(8)], {}).fingerprint)
+"""
+
+
+def test_a_policy_is_the_same_in_every_process():
+    """A set has another order in each, also in the code of a function."""
+    found = [
+        subprocess.run([sys.executable, "-c", POLICY_OF_A_SET], env={**os.environ, "PYTHONHASHSEED": seed}, text=True,
+                       capture_output=True, check=True).stdout
+        for seed in "123"
+    ]  # fmt: skip
+    assert len(set(found)) == 1
