@@ -26,7 +26,7 @@ from jaxsub.search.candidates import below_least
 from jaxsub.search.compile_worth import NOTHING, Elsewhere, by_hand_error, fitting_probability
 from jaxsub.search.fewest_slices import cost_of, fewest_slices
 from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least, slowed_share
-from jaxsub.search.slicing import Chunks, asked, find_runs
+from jaxsub.search.slicing import Chunks, RunsFound, asked, find_runs
 
 
 def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
@@ -135,13 +135,19 @@ class _Search:
         is_left = WHOLE in self.postponed or not is_whole_first
         self._try_sets({WHOLE: None, **self.sets} if is_left else dict(self.sets), TUNING.slice_sets + is_left)
         if not self.plans:
-            last = find_runs(self.program, self.target, self.n_bytes, is_last=True).sets()
-            self._try_sets({runs: None for runs in last if runs not in self.sets}, 1)
+            is_small = TUNING.wide_share * self.n_bytes < TUNING.least_sliced_bytes
+            last = find_runs(self.program, self.target, self.n_bytes, True) if is_small else self.found.as_last()
+            self._try_sets({runs: None for runs in last.sets() if runs not in self.sets}, 1)
+
+    @cached_property
+    def found(self) -> RunsFound:
+        """The runs of the program that may be executed in slices."""
+        return find_runs(self.program, self.target, self.n_bytes)
 
     @cached_property
     def sets(self) -> dict[Runs, None]:
-        """The usual sets of runs that may be executed in slices."""
-        return dict.fromkeys(find_runs(self.program, self.target, self.n_bytes).sets())
+        """The usual sets of them."""
+        return dict.fromkeys(self.found.sets())
 
     def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
         """Plan the program with the most promising sets of runs in slices.

@@ -96,6 +96,10 @@ class RunsFound:
                 told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
         yield from (runs for runs in told if runs)
 
+    def as_last(self) -> RunsFound:
+        """The same runs where nothing else fits."""
+        return replace(self, is_last=True)
+
 
 def find_runs(program: Program, target: Target, n_bytes: int, is_last: bool = False) -> RunsFound:
     """Find the runs of a program that may be executed in slices.
