@@ -430,7 +430,9 @@ def test_equal_constants_are_one(store):
     real.defvjp(forward, lambda saved, ct: (ct * saved, jnp.zeros_like(ct)))
     x = jnp.linspace(0, 3, 30 * 40 * 400).reshape(30, 40, 400)
     program = trace(lambda s, x: jnp.sum(real(s * x, 1 + x) ** 2), [jnp.ones((30, 1, 1)), x], {})
-    assert -0.2 < over(program, store) < 0.4
+    error = over(program, store)
+    print(f"predicted {error:+.0%} beside what is compiled")
+    assert -0.2 < error < 0.4
 
 
 def test_a_product_that_sums_over_two_axes_reads_a_copy():
