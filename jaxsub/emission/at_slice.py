@@ -21,8 +21,10 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Body, Step
 from jaxsub.jaxpr.axis_places import Place, State
 from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
+from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.own_rules import with_own_rules
 from jaxsub.jaxpr.random_bits import part_of_bits
+from jaxsub.jaxpr.shardings import has_explicit_axes
 
 Env = dict[tuple[Any, Place | None], Any]
 """Values of variables: whole ones, totals among them, and slices."""
@@ -61,15 +63,16 @@ def read(env: Env, atom: Any, place: Place | None) -> Any:
 def evaluate(steps: Sequence[Step], env: Env, at: At | None) -> None:
     """Evaluate steps in order, at a slice's shape or whole, and put their results into `env`."""
     for step in steps:
-        args = [_kept_split(step, read(env, a, need), need, at) for a, need in zip(step.reads, step.needs, strict=True)]
+        reads = zip(step.reads, step.needs, strict=True)
+        args = [_kept_split(step, a, read(env, a, need), need, at) for a, need in reads]
         for var, out, x in zip(step.writes, step.outs, _outcome(step, args, at), strict=True):
             if at is not None and jnp.shape(x) != _shape_at(var.aval, out, at):
                 raise AssertionError(f"`{step.eqn}` in slices made {jnp.shape(x)}, not {_shape_at(var.aval, out, at)}")
-            env[var, out if isinstance(out, Place) else None] = _kept_split(step, x, out, at)
+            env[var, out if isinstance(out, Place) else None] = _kept_split(step, var, x, out, at)
 
 
-def _kept_split(step: Step, x: Any, place: State, at: At | None) -> Any:
-    """Keep what a product reads and makes split as the arguments are, and so their cotangents.
+def _kept_split(step: Step, atom: Any, x: Any, place: State, at: At | None) -> Any:
+    """Keep what a product reads and makes split as the arguments are, or as its type says, and so their cotangents.
 
     Where weights are split over the same devices, XLA may else gather a slice's few rows in the place of a weight.
     """
@@ -77,8 +80,10 @@ def _kept_split(step: Step, x: Any, place: State, at: At | None) -> Any:
     if at is None or not at.split.names or not isinstance(place, Place) or not is_product:
         return x
     names, sizes = zip(*at.split.mesh, strict=True)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    dims = [at.split.names if d == place.dim else PartitionSpec.UNCONSTRAINED for d in range(jnp.ndim(x))]
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names)) if mesh.empty else mesh
+    said = atom.aval.sharding.spec if has_explicit_axes([atom]) else (PartitionSpec.UNCONSTRAINED,) * jnp.ndim(x)
+    dims = [at.split.names if d == place.dim else names for d, names in enumerate(said)]
     with compat.standing_at(step.eqn):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
@@ -101,7 +106,26 @@ def _outcome(step: Step, args: Sequence[Any], at: At | None) -> Sequence[Any]:
     shapes = [_shape_at(v.aval, out, at) for v, out in zip(step.writes, step.outs, strict=True)]
     if (found := _by_position(step, args, shapes[0], at)) is not None:
         return [found]
-    return _bound(step.eqn, resized(step.eqn, list(map(jnp.shape, args)), shapes), args, at.platform)
+    params = resized(step.eqn, list(map(jnp.shape, args)), shapes)
+    if has_explicit_axes((*step.reads, *step.writes)):
+        if bodies_of(step.eqn):  # it runs whole, as it was traced
+            return _with_explicit_axes(step.eqn, args)
+        if step.eqn.primitive.name == "reshard":
+            return args
+        params.update({name: None for name in ("sharding", "out_sharding") if name in params})
+    return _bound(compat.on_mesh_here(step.eqn), params, args, at.platform)
+
+
+def _with_explicit_axes(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+    read = [i for i, a in enumerate(eqn.invars) if compat.is_var(a)]
+    types = tuple(eqn.invars[i].aval.sharding for i in read)
+
+    def run(*xs: Any) -> list[Any]:
+        given = dict(zip(read, xs, strict=True))
+        return _bound(eqn, eqn.params, [given.get(i, x) for i, x in enumerate(args)], None)
+
+    found: Sequence[Any] = jax.sharding.explicit_axes(run, in_sharding=types)(*(args[i] for i in read))
+    return found
 
 
 def _by_position(step: Step, args: Sequence[Any], shape: tuple[int, ...], at: At) -> Any:

@@ -37,9 +37,10 @@ def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callab
     """
 
     def step(env: dict[int, Any]) -> None:
-        shapes = [env[v].shape for v in values]
+        shapes = {v: env[v].shape for v in values if v in flat}
         held = compat.fence([flattened(env[v]) if v in flat else env[v] for v in values])
-        env.update((v, x.reshape(shape)) for v, x, shape in zip(values, held, shapes, strict=True))
+        env.update(zip(values, held, strict=True))
+        shaped(shapes)(env)
 
     return step
 

@@ -36,6 +36,7 @@ from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear
+from jaxsub.jaxpr.shardings import automatic_axes, over_automatic_axes
 from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -72,14 +73,15 @@ def sliced(
     """
     wanted = _results(axis, outputs)
     plainly = _Slices(axis, wanted, -(-axis.length // count), one, split, _read_for(axis, auxiliary, outputs), platform)
-    slices = _differentiable(plainly) if plainly.has_loss() else plainly
+    made = _differentiable(plainly) if plainly.has_loss() else plainly
+    slices = over_automatic_axes(made, [*(v for v, _ in axis.cut), *axis.reads], wanted)
 
     def call(*args: Any) -> Values:
         env: Env = {(v, None): x for v, x in zip(inputs, args, strict=True)}
         evaluate([whole_step(eqn) for eqn in axis.before], env, None)
         parts = (_first(env[v, None], axis.length * p.unit, p.dim) for v, p in axis.cut)
-        made = slices(*parts, *(env[v, None] for v in axis.reads))
-        env.update({(v, None): x for v, x in zip(wanted, made, strict=True)})
+        found = slices(*parts, *(env[v, None] for v in axis.reads))
+        env.update({(v, None): x for v, x in zip(wanted, found, strict=True)})
         evaluate([whole_step(eqn) for eqn in axis.after], env, None)
         return tuple(read(env, a, None) for a in outputs)
 
@@ -92,12 +94,13 @@ def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int,
     slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count), split=split)
     n_cut = len(axis.cut)
     parts = [_part_of(v.aval, place, slices.size) for v, place in axis.cut]
-    wholes = [compat.shape_of(v.aval) for v in axis.reads]
+    wholes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in axis.reads]
 
     def one(start: Any, *args: Any) -> Values:
         return slices.one(start, slices.size, args[:n_cut], args[n_cut:])
 
-    return jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *parts, *wholes), slices.wanted
+    with automatic_axes([*(v for v, _ in axis.cut), *axis.reads]):
+        return jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *parts, *wholes), slices.wanted
 
 
 def _part_of(aval: Any, place: Place, size: int) -> jax.ShapeDtypeStruct:

@@ -39,8 +39,8 @@ def unrolled(body: Program, n_consts: int, n_carry: int, n_steps: int, *, revers
 
     n_alone = n_consts + n_carry
     alone, sliced = body.invars[:n_alone], body.invars[n_alone:]
-    stacks = [a.update(shape=(n_steps, *a.shape)) for a in (v.aval for v in sliced)]
-    closed = jax.make_jaxpr(steps)(*[v.aval for v in alone], *stacks)
+    stack = jax.make_jaxpr(lambda *xs: [jax.lax.broadcast(x, (n_steps,)) for x in xs])
+    closed = jax.make_jaxpr(steps)(*[v.aval for v in alone], *stack(*[v.aval for v in sliced]).out_avals)
     eqns, invars, outvars, consts = flatten_jaxpr(closed, keeps_slices=True)
     positions = {len(consts) + i for i in body.differentiated}
     names = ["const"] * len(invars)

@@ -32,7 +32,6 @@ from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.derivative_rules import is_inexact
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.linearity import is_linear_equation
-from jaxsub.jaxpr.shardings import is_explicit_sharding
 from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 
@@ -206,9 +205,6 @@ class _Walk:
         """Let an equation run a slice at a time."""
         if eqn.effects:
             raise NoRule("its effect must happen once")
-        shardings = eqn.params.get("sharding"), eqn.params.get("out_sharding")
-        if eqn.primitive.name != "sharding_constraint" and any(map(is_explicit_sharding, shardings)):
-            raise NoRule("it says how its result is sharded")
         n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
         follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
         if (rule := rule_of(eqn)) is not None:

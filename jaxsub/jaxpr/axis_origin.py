@@ -21,7 +21,7 @@ from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
 from jaxsub.jaxpr.axis_rules import rule_of
 from jaxsub.jaxpr.flops import bodies_of
-from jaxsub.jaxpr.shardings import data_share, is_explicit
+from jaxsub.jaxpr.shardings import data_share, has_explicit_axes
 from jaxsub.jaxpr.trace import Program
 
 Dims = tuple[int, ...]
@@ -49,11 +49,14 @@ def slices_whole_values(steps: Iterable[Step]) -> bool:
 
 
 def split_otherwise(steps: Iterable[Step], split: Split = UNSPLIT) -> Any:
-    """Find a constraint that splits the axis of some steps in another way than the arguments do; `None` for none."""
-    for step in _all(steps):
-        if step.eqn is not None and step.eqn.primitive.name == "sharding_constraint":
-            spec, place = step.eqn.params["sharding"].spec, step.outs[0]
-            names = spec[place.dim] if isinstance(place, Place) and place.dim < len(spec) else None
+    """Find a constraint, or a type, that splits the axis of some steps in another way than the arguments do."""
+    for step in (step for step in _all(steps) if step.eqn is not None):
+        is_constraint = step.eqn.primitive.name == "sharding_constraint"
+        for variable, place in zip(step.writes, step.outs, strict=True):
+            if not isinstance(place, Place) or not (is_constraint or has_explicit_axes([variable])):
+                continue
+            spec = (step.eqn.params["sharding"] if is_constraint else variable.aval.sharding).spec
+            names = spec[place.dim] if place.dim < len(spec) else None
             names = (names,) if isinstance(names, str) else names
             if names not in (None, PartitionSpec.UNCONSTRAINED, (), split.names):
                 return step.eqn
@@ -83,11 +86,6 @@ def split_of(program: Program, variable: Any, dim: int) -> Split | None:
     return None if not found or None in found else max((s for s in found if s), key=lambda s: s.parts)
 
 
-def on_explicit_axes(program: Program) -> bool:
-    """Whether a program's shardings are part of its types: then nothing of it is sliced."""
-    return bool(program.shardings) and is_explicit(program.shardings[0].mesh)
-
-
 def on_all_devices(program: Program, n_bytes: int) -> int:
     """Bytes of whole arrays that are split over devices, where each holds so many."""
     return int(n_bytes / data_share(program.avals(), program.shardings, program.differentiated))
@@ -96,7 +94,7 @@ def on_all_devices(program: Program, n_bytes: int) -> int:
 def _split_of(sharding: Any, shape: Sequence[int], dims: Dims) -> Split | None:
     local = sharding.shard_shape(tuple(shape))
     parts = [shape[d] // local[d] for d in dims]
-    if any(n > 1 for n in parts[1:]) or is_explicit(sharding.mesh):
+    if any(n > 1 for n in parts[1:]):
         return None
     if parts[0] == 1:
         return UNSPLIT

@@ -21,13 +21,14 @@ import numpy as np
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Rule, Ruled, State, Total, reshaped
 from jaxsub.jaxpr.random_bits import needs_of_part
+from jaxsub.jaxpr.shardings import has_explicit_axes
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
     "conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
     "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min "
     "mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow real "
-    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 """Primitives of which each element of a result depends only on the elements at the same index."""
@@ -298,7 +299,8 @@ def narrows(eqn: Any) -> bool:
 def needs_at(eqn: Any, place: Place, n: int) -> tuple[Place | None, ...] | None:
     """What a whole equation's operands are to be for its result at a slice's shape; `None` if it is not made so."""
     name, params = eqn.primitive.name, eqn.params
-    if eqn.effects or len(eqn.outvars) != 1 or params.get("sharding") is not None:
+    is_placed = params.get("sharding") is not None and not has_explicit_axes(eqn.outvars)
+    if eqn.effects or len(eqn.outvars) != 1 or is_placed:
         return None
     shapes = [tuple(a.aval.shape) for a in eqn.invars]
     if name == "random_bits":

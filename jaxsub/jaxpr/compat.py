@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as jax_checkpoint_name
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AbstractMesh, AxisType
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -33,6 +34,7 @@ NOT_FINITE: Any = getattr(jax_api_util, "InternalFloatingPointError", ())
 CLOSED_OVER: Any = getattr(getattr(ad_checkpoint, "ad", None), "CustomVJPException", ())
 """What JAX raises of the gradient by what a `jax.custom_vjp` closes over."""
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+NO_MESH = AbstractMesh((), ())
 LEFT_OUT: ContextVar[bool] = ContextVar("callbacks_left_out", default=False)
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
 
@@ -210,60 +212,30 @@ def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any
     return list(dce_jaxpr(jaxpr, [True] * len(results))[0].eqns)
 
 
-def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Replace `unstack` by slices, each where it is read first.
-
-    From 0.12 on iterating over an array is one equation, `unstack`; before it was slices. The results of an `unstack`
-    would all cross every cut between it and their readers.
-    """
-    if not any(eqn.primitive.name == "unstack" for eqn in eqns):
-        return list(eqns)
-    parts: dict[Any, tuple[Any, int]] = {}
-    found: list[Any] = []
-
-    def take(atoms: Sequence[Any]) -> None:
-        for var in dict.fromkeys(a for a in atoms if is_var(a)):
-            if var in parts:
-                eqn, i = parts.pop(var)
-                take(eqn.invars)
-                found.extend(_slice_eqns(eqn, i, var))
-
-    for eqn in eqns:
-        if eqn.primitive.name == "unstack":
-            parts.update((var, (eqn, i)) for i, var in enumerate(eqn.outvars))
-        else:
-            take(eqn.invars)
-            found.append(eqn)
-    take(outvars)
-    return found
-
-
-def _slice_eqns(eqn: Any, i: int, var: Any) -> list[Any]:
-    """Make the equations of one result of an `unstack`."""
-    axis = eqn.params["axis"]
-    traced = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False))(shape_of(eqn.invars[0].aval))
-    jaxpr = open_jaxpr(traced)
-    names = {jaxpr.invars[0]: eqn.invars[0], jaxpr.outvars[0]: var}
-    return [
-        inner.replace(
-            invars=[names.get(a, a) if is_var(a) else a for a in inner.invars],
-            outvars=[names.get(v, v) for v in inner.outvars],
-            source_info=eqn.source_info,
-        )
-        for inner in jaxpr.eqns
-    ]
-
-
 def open_jaxpr(closed: Any) -> Any:
     """Return the open jaxpr of a closed or open one; from 0.11 on there is one class, and `.jaxpr` is itself."""
     return getattr(closed, "jaxpr", closed)
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Make a shape with dtype, and inside `shard_map` with the axes that it varies over, which JAX checks."""
-    manual = getattr(aval, "manual_axis_type", None)
-    varies = {"manual_axis_type": manual, "sharding": aval.sharding} if getattr(manual, "varying", ()) else {}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **varies)
+    """Make a shape with dtype and what JAX checks: the axes of `shard_map` that it varies over, its explicit axes."""
+    manual, sharding = (getattr(aval, name, None) for name in ("manual_axis_type", "sharding"))
+    is_typed = getattr(manual, "varying", ()) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
+    types = {"manual_axis_type": manual, "sharding": sharding} if is_typed else {}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **types)
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Trace as outside of the user's `jax.set_mesh`."""
+    context: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(NO_MESH)
+    return context
+
+
+def on_mesh_here(eqn: Any) -> Any:
+    """An equation to evaluate on the mesh in use here, which may have other types than the one it was traced on."""
+    here = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(here):
+        return eqn.replace(ctx=type(eqn.ctx)())
 
 
 def fence(values: Sequence[Any]) -> list[Any]:

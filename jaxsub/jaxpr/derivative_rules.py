@@ -103,7 +103,7 @@ def traced_vjp(eqn: Any) -> tuple[Any, Any]:
             return [c for c, a in found if is_inexact(a)]
 
         first: Any = jax.make_jaxpr(forward)(*shapes)
-        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in first.out_avals[len(eqn.outvars) :]]
+        leaves = list(map(compat.shape_of, first.out_avals[len(eqn.outvars) :]))
         given = [compat.shape_of(v.aval) for v in eqn.outvars if is_inexact(v)]
         return first, jax.make_jaxpr(backward)(leaves, given)
 

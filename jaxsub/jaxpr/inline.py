@@ -45,7 +45,7 @@ def flatten_jaxpr(
     for eqn in jaxpr.eqns:
         _inline(eqn, env, eqns, hoisted, None, body_of)
     outvars = [renamed(env, a) for a in jaxpr.outvars]
-    eqns = compat.sliced_where_used(eqns, outvars)
+    eqns = sliced_where_used(eqns, outvars)
     return eqns, [v for v, _ in hoisted] + given, outvars, [c for _, c in hoisted]
 
 
@@ -95,7 +95,7 @@ def inline_regions(
     for eqn in eqns:
         _inline(eqn, env, made, consts, None, body_of)
     made, outvars = _with_literals(consts, made, [renamed(env, a) for a in outvars])
-    return compat.sliced_where_used(made, outvars), outvars
+    return sliced_where_used(made, outvars), outvars
 
 
 def renamed(names: Mapping[Any, Any], atom: Any) -> Any:
@@ -207,3 +207,49 @@ def _only_reports(eqn: Any) -> bool:
 def _is_ordered(eqn: Any) -> bool:
     """Tell whether an equation has ordered effects."""
     return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+
+
+def sliced_where_used(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Replace `unstack` by slices, each where it is read first.
+
+    From 0.12 on iterating over an array is one equation, `unstack`; before it was slices. The results of an `unstack`
+    would all cross every cut between it and their readers.
+    """
+    if not any(eqn.primitive.name == "unstack" for eqn in eqns):
+        return list(eqns)
+    parts: dict[Any, tuple[Any, int]] = {}
+    found: list[Any] = []
+
+    def take(atoms: Sequence[Any]) -> None:
+        for var in dict.fromkeys(a for a in atoms if compat.is_var(a)):
+            if var in parts:
+                eqn, i = parts.pop(var)
+                take(eqn.invars)
+                found.extend(_slice_eqns(eqn, i, var))
+
+    for eqn in eqns:
+        if eqn.primitive.name == "unstack":
+            parts.update((var, (eqn, i)) for i, var in enumerate(eqn.outvars))
+        else:
+            take(eqn.invars)
+            found.append(eqn)
+    take(outvars)
+    return found
+
+
+def _slice_eqns(eqn: Any, i: int, var: Any) -> list[Any]:
+    """Make the equations of one result of an `unstack`."""
+    axis = eqn.params["axis"]
+    traced = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False))(
+        compat.shape_of(eqn.invars[0].aval)
+    )
+    jaxpr = compat.open_jaxpr(traced)
+    names = {jaxpr.invars[0]: eqn.invars[0], jaxpr.outvars[0]: var}
+    return [
+        inner.replace(
+            invars=[names.get(a, a) if compat.is_var(a) else a for a in inner.invars],
+            outvars=[names.get(v, v) for v in inner.outvars],
+            source_info=eqn.source_info,
+        )
+        for inner in jaxpr.eqns
+    ]

@@ -18,8 +18,9 @@ plan. Where their compilers might differ, plan on one and send its `Plan.to_json
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -228,10 +229,30 @@ def is_explicit(mesh: Any) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def is_explicit_sharding(sharding: Any) -> bool:
-    """Whether an equation's parameter shards its result over explicit axes; over automatic ones JAX leaves it open."""
-    mesh = getattr(sharding, "mesh", None)
-    return sharding is not None and (mesh is None or is_explicit(mesh))
+def has_explicit_axes(atoms: Sequence[Any]) -> bool:
+    """Whether any of some atoms has a type that says how it is sharded."""
+    return any(is_explicit(a.aval.sharding.mesh) for a in atoms if hasattr(a.aval, "sharding"))
+
+
+def over_automatic_axes(function: Callable[..., Any], reads: Sequence[Any], makes: Sequence[Any]) -> Callable[..., Any]:
+    """Let a function that reads and makes variables run with explicit axes of their mesh as automatic ones.
+
+    JAX gives slices no types: it would not know how to split them. What is made has its type again.
+    """
+    if not has_explicit_axes((*reads, *makes)):
+        return function
+    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=tuple(v.aval.sharding for v in makes))
+    return automatic
+
+
+def automatic_axes(atoms: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Trace with the explicit axes of some atoms' mesh as automatic ones, as inside `over_automatic_axes`."""
+    typed = [a.aval.sharding.mesh for a in atoms if has_explicit_axes([a])]
+    if not typed:
+        return contextlib.nullcontext()
+    types = dict.fromkeys(typed[0].explicit_axes, AxisType.Auto)
+    found: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(typed[0].update_axis_types(types))
+    return found
 
 
 class _Given:

@@ -17,7 +17,6 @@ from typing import Any, Concatenate
 
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
@@ -136,13 +135,14 @@ def as_wide_as(program: Program) -> contextlib.AbstractContextManager[Any]:
 def with_own_settings(work: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function of a program, its first argument or an attribute of that, in what it needs of JAX's settings.
 
-    These are `as_wide_as` it, loops as equations also under `jax.disable_jit()`, and random keys that are read again.
+    These are `as_wide_as` it, loops as equations also under `jax.disable_jit()`, random keys that are read again, and
+    no mesh: equations know theirs, which in a slice is not that of the program.
     """
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: Any = args[0]
-        with jax.disable_jit(False), jax.debug_key_reuse(False), as_wide_as(getattr(given, "program", given)):
+        program: Any = getattr(args[0], "program", args[0])
+        with jax.disable_jit(False), jax.debug_key_reuse(False), compat.without_mesh(), as_wide_as(program):
             return work(*args, **kwargs)
 
     return run
@@ -414,7 +414,6 @@ def aval_bytes(aval: Any) -> int:
         >>> aval_bytes(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16))
         24
     """
-    dtype = aval.dtype
-    is_key = not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    itemsize = 8 if is_key else getattr(dtype, "itemsize", 0)
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    itemsize = 8 if is_key else getattr(aval.dtype, "itemsize", 0)
     return int(math.prod(aval.shape) * itemsize)

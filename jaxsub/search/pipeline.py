@@ -29,7 +29,6 @@ from jaxsub.emission.emit import keep_out
 from jaxsub.emission.offload import KINDS
 from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis_origin import on_explicit_axes
 from jaxsub.jaxpr.derivative_rules import over_tracers
 from jaxsub.jaxpr.trace import Program, with_own_settings
 from jaxsub.planners import Planner, get
@@ -215,8 +214,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
 
 def may_be_sliced(program: Program, settings: Settings) -> bool:
     """Whether runs of a program may be executed in slices; what is asked for by name or axis says itself why not."""
-    is_closed = compat.names_axes(program.traced) or (on_explicit_axes(program) and settings.chunks in ("auto", True))
-    return settings.mirror is None and settings.chunks is not False and not is_closed
+    return settings.mirror is None and settings.chunks is not False and not compat.names_axes(program.traced)
 
 
 @dataclass(slots=True, eq=False)

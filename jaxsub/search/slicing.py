@@ -30,7 +30,7 @@ from jaxsub.emission.bodies import bodies_of_node
 from jaxsub.emission.folding import run_of, still_of
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import NotIndependent, Step
-from jaxsub.jaxpr.axis_origin import on_all_devices, on_explicit_axes, slices_whole_values, split_of, split_otherwise
+from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, remembered
@@ -151,9 +151,6 @@ def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
 def _asked(program: Program, key: Any, count: int) -> Slices:
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise ChunksError(f"chunks={{{key!r}: {count!r}}}: the number of slices must be an int of at least 2.")
-    if on_explicit_axes(program):
-        why = "the axes of the arguments' mesh are explicit, and what has them in its type is not sliced"
-        raise ChunksError(f"chunks={{{key!r}: {count}}}: {why}. Leave it out, or make the mesh with AxisType.Auto.")
     n = len(program.eqns)
     within, part, (start, stop) = ((), program, (0, n)) if isinstance(key, int) else _named(program, key)
     widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
