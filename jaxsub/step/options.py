@@ -94,22 +94,35 @@ def under_jit(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Any:
 class _Outermost:
     """A function under `jax.jit` with compiler options, which JAX takes of the outermost `jit` alone.
 
-    Inside another trace it has none: what is compiled there has those of the outermost function.
-
-    Attributes:
-        lower, trace, eval_shape: As those of the function under `jax.jit`.
+    Inside another trace it has none: what is compiled there has those of the outermost function. What is its own is in
+    slots: whatever wraps it, as `jax.grad` does, takes over its `__dict__`.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "_inner", "_made_of", "_outermost")
+
     def __init__(self, fun: Callable[..., Any], jit_kwargs: dict[str, Any], given: dict[str, Any]):
+        functools.update_wrapper(self, fun)
         self._made_of = fun, jit_kwargs
         self._outermost: Any = jax.jit(fun, **given)
         self._inner: Any = jax.jit(fun, **jit_kwargs)
-        functools.update_wrapper(self, self._outermost)
-        self.lower, self.trace = self._outermost.lower, self._outermost.trace
-        self.eval_shape = self._outermost.eval_shape
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return (self._inner if compat.is_staged() else self._outermost)(*args, **kwargs)
+        return self._here()(*args, **kwargs)
+
+    def _here(self) -> Any:
+        return self._inner if compat.is_staged() else self._outermost
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lower it for arguments, as a function under `jax.jit`."""
+        return self._here().lower(*args, **kwargs)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Trace it for arguments, as a function under `jax.jit`."""
+        return self._here().trace(*args, **kwargs)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Find the shapes of its results, as a function under `jax.jit`."""
+        return self._inner.eval_shape(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
