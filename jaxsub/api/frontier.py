@@ -16,6 +16,7 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
 from jaxsub.core.decisions import Form
 from jaxsub.core.disk_cache import open_store
+from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan, plan_from_runs
@@ -170,6 +171,8 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
                 chunks: Chunks = False) -> Frontier:  # fmt: skip
     """The frontier of a program whose stages a pricer prices; regions of its own are opened."""
     program, store, plain = pricer.program, pricer.store, None
+    if not program.eqns:
+        raise UnsupportedError("The function computes nothing, so that there is nothing to plan or to explain.")
     form = Form(n_own_regions(program))
     bare = pricer_of(program_in(program, form), pricer.target, store) if form != Form() else pricer
     plans = [candidate.make() for candidate in spread(at_every_budget(bare, chunks), points)]

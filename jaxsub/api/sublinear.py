@@ -21,14 +21,14 @@ from jaxsub.core.budget import Budget
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
-from jaxsub.core.wrapped import Locks, P, R, Wrapped
+from jaxsub.core.wrapped import Locks, P, R, Wrapped, name_of
 from jaxsub.devices.targets import Target, get_target
 from jaxsub.emission.emit import as_traced, emit
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, read_argnums, refuse_collisions, trace_call
 from jaxsub.jaxpr.constants import constants_key
 from jaxsub.jaxpr.shardings import all_shardings, given_shardings, sharding_of
-from jaxsub.jaxpr.static_leaves import losing_nothing
+from jaxsub.jaxpr.static_leaves import losing_nothing, passed
 from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 from jaxsub.planners import Planner, get
 from jaxsub.search import call_sites
@@ -92,7 +92,7 @@ class Sublinear(Wrapped[P, R]):
         program, run, _ = self._prepare(args, kwargs)
         _, dynamic_args, dynamic_kwargs = self._statics.split(args, kwargs)
         outputs = run(*program.consts, *jax.tree.leaves((dynamic_args, dynamic_kwargs)))
-        result: R = jax.tree.unflatten(program.out_tree, outputs)
+        result: R = passed(program.out_tree, outputs)
         return result
 
     @property
@@ -160,8 +160,8 @@ class Sublinear(Wrapped[P, R]):
 
     def _planned(self, key: Any, program: Program, trial: Any, target: Any) -> tuple[Program, Callable[..., Any], Plan]:
         program = replace(program, platform=get_target(target).platform)
-        plan = self._plan_for(program) if trial is None else trial.plan(_name_of(self.fun), program, self.settings)
-        run = _Emitted(emit(program, plan), _name_of(self.fun))
+        plan = self._plan_for(program) if trial is None else trial.plan(name_of(self.fun), program, self.settings)
+        run = _Emitted(emit(program, plan), name_of(self.fun))
         if not any(isinstance(c, jax.core.Tracer) for c in program.consts):
             self._programs[key] = program
             if trial is None:
@@ -410,10 +410,6 @@ class _Emitted:
         except compat.NOT_FINITE:  # by `jax_debug_nans`, which names the operation that runs by itself
             with jax.disable_jit():
                 return self._run(*inputs)
-
-
-def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", "function")
 
 
 def _read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:

@@ -20,6 +20,17 @@ R = TypeVar("R")
 Self = TypeVar("Self", bound="Wrapped[..., Any]")
 
 
+def name_of(fun: Any) -> str:
+    """What a function is called, or the class of an object that is called; a field may be called `__name__` as well.
+
+    Example:
+        >>> name_of(len), name_of(functools.partial(len))
+        ('len', 'partial')
+    """
+    name = getattr(fun, "__name__", None)
+    return name if isinstance(name, str) else type(fun).__name__
+
+
 class Locks:
     """One lock for each key, while a thread holds or waits for it: one thread prepares a key, the others wait.
 

@@ -19,7 +19,7 @@ import jax
 from jaxsub import policies
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.step_plan import StepPlan
-from jaxsub.core.wrapped import P, R, Wrapped
+from jaxsub.core.wrapped import P, R, Wrapped, name_of
 from jaxsub.jaxpr.static_leaves import Static
 from jaxsub.step import jit as step
 from jaxsub.step.options import with_options
@@ -180,7 +180,7 @@ class Jitted(Wrapped[P, R]):
             bound = inspect.BoundArguments(self._signature, named)
             return _filtered(fun(*bound.args, **bound.kwargs))
 
-        pure.__name__ = pure.__qualname__ = getattr(self.fun, "__name__", type(self.fun).__name__)
+        pure.__name__ = pure.__qualname__ = name_of(self.fun)
         return pure
 
     @contextlib.contextmanager
@@ -243,7 +243,7 @@ class Checkpointed(eqx.Module):
             fun, args, kwargs = eqx.combine(arrays, static)
             return _filtered(fun(*args, **kwargs))
 
-        pure.__name__ = pure.__qualname__ = getattr(self.fun, "__name__", type(self.fun).__name__)
+        pure.__name__ = pure.__qualname__ = name_of(self.fun)
         made, rest = policies.checkpoint(pure, policy=self.policy, prevent_cse=self.prevent_cse)(arrays)
         return eqx.combine(made, rest.value)
 

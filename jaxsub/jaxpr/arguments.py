@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.wrapped import name_of
 from jaxsub.jaxpr.static_leaves import fixed_leaves, of_the_others, without
 from jaxsub.jaxpr.trace import Program, check_differentiated, trace
 
@@ -125,7 +126,7 @@ def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> Non
     for name, option in inspect.signature(call).parameters.items():
         is_passed = option.kind is option.KEYWORD_ONLY and given[name] is not option.default
         if is_passed and name in free.parameters and name not in bound:
-            fun, called = getattr(given["fun"], "__name__", "function"), getattr(call, "__name__", "")
+            fun, called = name_of(given["fun"]), name_of(call)
             raise TypeError(
                 f"{name}= is a parameter of {fun} and an option of jaxsub.{called}. Pass options and arguments "
                 f"separately: jaxsub.sublinear({fun}, ...).{called}(..., {name}=...)."

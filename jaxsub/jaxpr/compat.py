@@ -226,9 +226,14 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Trace as outside of the user's `jax.set_mesh`."""
-    context: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(NO_MESH)
+    """Trace as outside of the user's `jax.set_mesh`; inside `jax.shard_map` its mesh stays."""
+    context: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(_manual_mesh())
     return context
+
+
+def _manual_mesh() -> Any:
+    here = jax.sharding.get_abstract_mesh()
+    return here if here.manual_axes else NO_MESH
 
 
 def on_mesh_here(eqn: Any) -> Any:
@@ -261,9 +266,9 @@ def names_axes(jaxpr: Any) -> bool:
 def axes_in_scope() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Capture the named axes of `shard_map` or `vmap` as a context to trace in later, outside them.
 
-    The sizes of named axes have no public counterpart; without them only the mesh is re-entered.
+    The sizes of named axes have no public counterpart; without them only the mesh of `shard_map` is re-entered.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _manual_mesh()
     sizes = tuple(jax_core.get_axis_env().axis_sizes.items()) if hasattr(jax_core, "get_axis_env") else ()
 
     checked = getattr(jax_config, "_check_vma", None)  # whether `shard_map` checks the axes that values vary over

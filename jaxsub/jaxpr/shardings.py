@@ -108,7 +108,8 @@ def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int
 def placed(avals: Sequence[Any], shardings: Shardings) -> list[jax.ShapeDtypeStruct]:
     """Make shapes with dtypes and shardings."""
     where = shardings or (None,) * len(avals)
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, where, strict=True)]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) if s is not None else compat.shape_of(a)
+            for a, s in zip(avals, where, strict=True)]  # fmt: skip
 
 
 def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:

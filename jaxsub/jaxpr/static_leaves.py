@@ -1,4 +1,4 @@
-"""Find static leaves of arguments, and refuse lost changes to modules of Flax NNX.
+"""Find static leaves of arguments and results, and refuse lost changes to modules of Flax NNX.
 
 A function among the leaves, such as an activation, cannot be traced: it is static, like the structure of the tree. In
 an Equinox module every leaf but arrays is static, such as a dropout rate or a flag, as for `equinox.filter_jit`.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import jax
@@ -43,6 +44,27 @@ class Static:
 
     def __repr__(self) -> str:
         return f"Static({self.value!r})"
+
+
+@jax.tree_util.register_static
+class _Passed(Static):
+    """A static leaf of a result."""
+
+
+def can_trace(leaf: Any) -> bool:
+    """Whether JAX can trace a leaf: an array, a shape with a dtype, or a number."""
+    return isinstance(leaf, Number) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def passing(results: Any) -> Any:
+    """Let results that JAX cannot trace, such as names or the activations of a model, pass as parts of their tree."""
+    return jax.tree.map(lambda x: x if can_trace(x) else _Passed(x), results)
+
+
+def passed(structure: Any, arrays: Sequence[Any]) -> Any:
+    """Build the results of a function that was traced `passing` them."""
+    leaves, tree = jax.tree.flatten(jax.tree.unflatten(structure, arrays), is_leaf=lambda x: isinstance(x, _Passed))
+    return jax.tree.unflatten(tree, [leaf.value if isinstance(leaf, _Passed) else leaf for leaf in leaves])
 
 
 def fixed_leaves(tree: Any) -> Fixed:

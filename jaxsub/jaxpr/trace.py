@@ -27,6 +27,7 @@ from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signatures_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
 from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
+from jaxsub.jaxpr.static_leaves import can_trace, passing
 from jaxsub.jaxpr.tangents import reached
 
 WIDE = frozenset("float64 complex128 int64 uint64".split())
@@ -185,7 +186,7 @@ def trace(
 
     def flat(*flat_args: Any) -> Any:
         in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
-        return fun(*in_args, **in_kwargs)
+        return passing(fun(*in_args, **in_kwargs))
 
     with _saying_what_cudnn_needs(), _saying_what_is_static(paths):
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -258,9 +259,7 @@ def check_differentiated(program: Program, positions: Iterable[int] | None = Non
 def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
     faults, symbols = [], []
     for path, leaf in paths:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
-            leaf, bool | int | float | complex
-        ):
+        if not can_trace(leaf):
             faults.append(f"{_path_name(path)} is a {type(leaf).__name__}")
         elif symbolic := [d for d in getattr(leaf, "shape", ()) if not hasattr(d, "__index__")]:
             symbols.append(f"{_path_name(path)} has the dimension {symbolic[0]}")

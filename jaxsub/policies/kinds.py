@@ -255,6 +255,8 @@ def _within(program: Program, found: Sequence[Choice], n_bytes: int) -> set[int]
 
 def _planned(program: Program, planner: Planner) -> Plan:
     """Make a planner's natural plan; in a part of a network, wrap the stages that it leaves unwrapped too."""
+    if not program.eqns:  # dropout at inference
+        return _plan(program, [])
     pricer = Pricer(program, get_target(None))
     plan = planner(pricer.chain(find_cuts(program.graph), sizes=()), None)
     if program.loss is not None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
+from jaxsub.core.wrapped import name_of
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.static_leaves import fixed_leaves, put_back, without
+from jaxsub.jaxpr.static_leaves import fixed_leaves, passed, put_back, without
 from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.policies.kinds import Policy, SaveAll, SaveCostly, SaveNothing
 from jaxsub.policies.names import JaxPolicy, get
@@ -79,7 +80,7 @@ def _call_foreign(policy: JaxPolicy, flat: Callable[..., Any], leaves: Sequence[
         run = emit(program, plan)
     else:
         run = jax.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
-    return jax.tree.unflatten(program.out_tree, run(*program.consts, *leaves))
+    return passed(program.out_tree, run(*program.consts, *leaves))
 
 
 def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
@@ -95,7 +96,7 @@ def _call_planned(policy: Policy, flat: Callable[..., Any], leaves: Sequence[Any
         run = compat.checkpoint(emit(program, SaveAll().plan(program)), policy=policy, prevent_cse=prevent_cse)
     else:
         run = emit(program, policy.plan(program))
-    return jax.tree.unflatten(program.out_tree, run(*program.consts, *leaves))
+    return passed(program.out_tree, run(*program.consts, *leaves))
 
 
 def _has_regions(program: Program) -> bool:
@@ -118,5 +119,5 @@ def _of_arrays(
         positional, keywords = put_back(structure, arrays, fixed)
         return fun(*(args[i] if i in static_places else a for i, a in enumerate(positional)), **keywords)
 
-    flat.__name__ = flat.__qualname__ = getattr(fun, "__name__", "function")
+    flat.__name__ = flat.__qualname__ = name_of(fun)
     return flat, jax.tree.leaves(without((dynamic, kwargs), fixed))

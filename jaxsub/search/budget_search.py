@@ -70,8 +70,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
         raise _nothing_less(budget_bytes)
     search.by_hand(made)
     if search.best is None and elsewhere.share == math.inf:
-        search.least()
-        search.ease()
+        search.from_the_least(made)
     expected = said * min(search.errors, default=1.0)  # it may err as others do
     if plain.measurement is None and expected <= TUNING.plain_far * search.may_be_plain_below():
         plain = verifier.plain()
@@ -134,12 +133,16 @@ class _Search:
         """
         return min(self.elsewhere.share, self.planned_share, recomputed_share(self.best) if self.best else math.inf)
 
-    def ease(self) -> None:
-        """Where only the least plan fits, by recomputing much, look for one that fills the budget better."""
-        if self.best is not None and recomputed_share(self.best) > TUNING.heavy_recompute:
+    def from_the_least(self, make: Callable[[], Sequence[Plan]]) -> None:
+        """Try the least plans; where only these fit, by recomputing much, look for one that fills the budget better."""
+        self.least()
+        if self.best is None:
+            return
+        if recomputed_share(self.best) > TUNING.heavy_recompute:
             said, least = predicted_bytes(self.best), _needed(self.best)
             asked = (said + int(self.budget_bytes * max(1.0, said / least))) // 2
             self.run(self.candidates.ranked(asked)[0], asked)
+        self.by_hand(make)
 
     def run(self, cuts: Partition, asked: float) -> None:
         """Move what the planner is asked for until a plan fits, and on while another compile is worth it."""
@@ -261,10 +264,12 @@ class _Search:
     def _first_by_hand(self, plans: Sequence[Plan], limit: float) -> Plan | None:
         """Of plans by hand the one to compile first: it shows how all of them err.
 
-        Where a plan fits already, that is the one with the largest expected gain, before the least, if it may fit.
+        Where a plan fits already, that is the one with the largest expected gain, before the least, if it may fit: what
+        the best was predicted to need too much others may be, and by as much predictions err here.
         """
         if self.most_share < math.inf:
-            return self._largest_expected_gain(plans, limit)
+            spare = max(0, predicted_bytes(self.best) - _needed(self.best)) if self.best else 0
+            return self._largest_expected_gain(plans, limit + spare, spare / limit)
         first = min(plans, key=predicted_bytes)
         return first if predicted_bytes(first) <= TUNING.prediction_error * limit else None
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 
+from jaxsub.core.decisions import Form
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program, as_wide_as
+from jaxsub.search.forms import added_flops, forms_of
 from jaxsub.search.pipeline import Settings, can_plan, make_plan
 from jaxsub.search.verify import untouched
 
@@ -45,6 +47,16 @@ class CallSite:
     own: Plan
     is_sized: bool
     axes: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def forms(self) -> tuple[Form, ...]:
+        """The forms to plan it in."""
+        with self.axes():
+            return forms_of(self.program)
+
+    def added_flops(self, form: Form) -> float:
+        """What a form adds to its gradient, in FLOPs."""
+        with self.axes():
+            return added_flops(self.program, form)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,6 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.emission.forms import program_in
 from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.fewest_slices import cost_of
-from jaxsub.search.forms import added_flops
 from jaxsub.search.slice_search import is_slow
 from jaxsub.step.fused_update import Findings
 
@@ -76,7 +75,7 @@ def cost_of_step(plans: Mapping[str, Plan], trial: Trial) -> tuple[bool, float]:
 
 def extra_flops(plan: Plan, site: CallSite) -> float:
     """What one call of a function recomputes under a plan, in FLOPs."""
-    kept = added_flops(site.program, Form(plan.opened_regions))
+    kept = site.added_flops(Form(plan.opened_regions))
     flops = plan.prediction.forward_flops if plan.prediction else sum(n.flops for n in site.program.graph.nodes)
     return kept + cost_of(plan) * max(flops, 1.0)
 

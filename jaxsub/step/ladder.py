@@ -22,7 +22,7 @@ from jaxsub.planners.memo import Memo
 from jaxsub.search.call_sites import CallSite
 from jaxsub.search.candidates import Candidates, Partition
 from jaxsub.search.fewest_slices import cost_of
-from jaxsub.search.forms import forms_of, in_form
+from jaxsub.search.forms import in_form
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.propagated import pricer_of
 from jaxsub.search.slice_search import best_in_slices, is_slow
@@ -56,6 +56,10 @@ class Ladder:
     plannings: dict[bool, Planning] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        with self.site.axes():
+            self._prepare()
+
+    def _prepare(self) -> None:
         settings = self.site.settings
         self.program = program = program_in(self.site.program, self.form)
         self.own = self.site.own if self.form == form_of(self.site.own) else self._of_site(untouched(program))
@@ -169,5 +173,5 @@ def form_of(plan: Plan) -> Form:
 
 def ladder_forms(site: CallSite) -> tuple[Form, ...]:
     """The forms to plan a function in: where it has a budget of its own, first the one that is best within it."""
-    forms = forms_of(site.program)
+    forms = site.forms()
     return forms if site.settings.budget == Budget() else tuple(dict.fromkeys((form_of(site.own), *forms)))

@@ -25,7 +25,6 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.search.bracket import Bracket
 from jaxsub.search.call_sites import CallSite, Trial
-from jaxsub.search.forms import added_flops
 from jaxsub.search.pipeline import may_be_sliced
 from jaxsub.step.attempt import Attempt, cost_of_step, extra_flops, forward_flops
 from jaxsub.step.ladder import Ladder, form_of, ladder_forms
@@ -108,7 +107,7 @@ class Sizing:
     def _added_flops(self, ladders: Mapping[str, Ladder]) -> float:
         """What the forms that functions are planned in add, whatever their plans are."""
         calls = self.first.trial.calls
-        return sum(added_flops(own.site.program, own.form) * calls[key] for key, own in ladders.items())
+        return sum(own.site.added_flops(own.form) * calls[key] for key, own in ladders.items())
 
     def unknown_shardings(self) -> list[str]:
         """Functions that may run in slices if only it were known how their arguments are split over the devices."""

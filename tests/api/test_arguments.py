@@ -231,3 +231,11 @@ def test_a_number_that_control_flow_needs_is_named(value):
         make(loss)(W, X, value)
     assert any(f"`arg2` ({value!r}). Name" in note and "static_argnums=" in note for note in caught.value.__notes__)
     assert np.isfinite(make(loss, static_argnums=2)(W, X, value))
+
+
+@pytest.mark.parametrize("ask", [jaxsub.explain, jaxsub.frontier])
+def test_a_function_that_computes_nothing_has_no_frontier(ask):
+    """It returns what it is given; planned it is as it was."""
+    with pytest.raises(jaxsub.UnsupportedError, match="computes nothing"):
+        ask(lambda x: x, jnp.float32(1.0))
+    assert jaxsub.sublinear(lambda x: x, budget=0.5, cache=False)(jnp.float32(1.0)) == 1.0

@@ -261,3 +261,41 @@ def test_no_such_policy():
     """An unknown policy is refused where it is named."""
     with pytest.raises(jaxsub.JaxsubError, match="no policy 'save_some'"):
         filter_checkpoint(loss, policy="save_some")
+
+
+class Named(eqx.Module):
+    """A module whose class has a field with a default that its own `__init__` does not set."""
+
+    w: jax.Array
+    name: str = "named"
+
+    def __init__(self):
+        self.w = jnp.ones(4)
+
+    def __call__(self, x):
+        return jnp.tanh(x * self.w)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_vmap, eqx.filter_jit, filter_checkpoint])
+def test_modules_without_a_name_are_regions_too(wrap):
+    """Wrappers of Equinox, and modules of which a field is not set."""
+    x = jnp.linspace(0.0, 1.0, 4).reshape(1, 4)
+    made = wrap(Named())
+    grads = [eqx.filter_grad(lambda f: f(x).sum())(f) for f in (made, filter_checkpoint(made, policy="save_costly"))]
+    chex.assert_trees_all_close(*map(jax.tree.leaves, grads))
+
+
+def test_a_loss_may_return_the_model_beside_it():
+    """Activations and names among auxiliary results pass as they are, under `eqx.filter_jit` and without."""
+
+    def with_model(model, x):
+        return loss(model, x), (eqx.tree_at(lambda m: m.rate, model, 2.0), "done")
+
+    planned = jaxsub.sublinear(with_model, budget=0.6, **quiet)
+    model = Net()
+    for jitted in (lambda f: f, eqx.filter_jit):
+        found, wanted = (jitted(eqx.filter_value_and_grad(f, has_aux=True))(model, X) for f in (planned, with_model))
+        (value, (made, word)), grads = found
+        assert (word, made.activation, made.rate) == ("done", jnp.tanh, 2.0)
+        chex.assert_trees_all_close(value, wanted[0][0], rtol=1e-6)
+        chex.assert_trees_all_close(grads, wanted[1], rtol=1e-4, atol=1e-6)

@@ -225,6 +225,17 @@ def test_a_function_of_integers_is_left_alone():
     assert policies.checkpoint(lambda n: n + 1, policy="sqrt")(jnp.arange(3)).tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("policy", ["save_costly", "save_within(1KiB)", "sqrt", "recursive(1)"])
+def test_numbers_are_arguments_and_a_function_may_compute_nothing(policy):
+    """A scale that is a Python number; dropout at inference, which returns what it is given."""
+    w = jnp.linspace(0.1, 1.0, 12).reshape(4, 3)
+    scaled = lambda w, scale: jnp.tanh(jnp.tanh(w @ w.T) @ w) * scale  # noqa: E731
+    wrapped = policies.checkpoint(scaled, policy=policy)
+    wanted, found = (jax.grad(lambda w, f=f: f(w, 2.0).sum())(w) for f in (scaled, wrapped))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5)
+    chex.assert_trees_all_equal(policies.checkpoint(lambda w: w, policy=policy)(w), w)
+
+
 @pytest.mark.parametrize(
     ("name", "error", "word"),
     [

@@ -306,6 +306,19 @@ def test_plans_by_hand_that_may_fit_are_tried_beside_one_that_does(platform, wan
     assert (found.prediction.extra_flops, table.compiles) == wanted
 
 
+def test_plans_by_hand_are_tried_where_the_least_says_that_predictions_are_too_high():
+    """Nothing is predicted to fit; the least needs less than that, and so does a plan by hand that recomputes less."""
+    by_hand = (1.5, 1.0, 0.1), (1.9, 1.4, 0.0)
+    table = Table(((1.05, 0.8, 0.6), (1.9, 1.4, 0.0)), by_hand)
+    candidates = Candidates(table.pricer, table, [(0, 99)])
+    made = [table(table.chain((1, 99)), share * BUDGET) for share in (1.5, 1.9)]
+    found = fit(table, candidates, BUDGET, Effort(), lambda: made)
+    assert (found.prediction.extra_flops, table.compiles) == (0.1, 2)
+    sure = Table(((1.05, 1.0, 0.6),), by_hand)
+    fit(sure, Candidates(sure.pricer, sure, [(0, 99)]), BUDGET, Effort(), lambda: made)
+    assert sure.compiles == 1
+
+
 def test_a_budget_far_below_everything_is_refused_after_one_compile():
     """What one stage needs at once exceeds it: the least is named, and found when it is asked for."""
     ways = ((0.9, 0.95, 0.5), (1.0, 1.0, 0.3)), ((0.92, 0.93, 0.6),)

@@ -1,6 +1,7 @@
 """Steps whose functions have `jax.checkpoint` regions of their own: planned anew where that recomputes less."""
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -134,3 +135,24 @@ def test_the_largest_batch_is_found_without_them():
     found = jaxsub.max_batch(with_batch, **options, donate_argnums=(0, 1), progress=False)
     assert found.planned > found.plain >= ROWS
     assert found.report.step_bytes <= found.memory_bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_regions_inside_shard_map_are_planned_where_their_axes_are_known(form):
+    """A function in `jax.shard_map` with regions that use its axis, in a step in a memory: the update is the plain."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    region = jax.checkpoint(lambda x, p: layer(x, p) - jax.lax.pmean(x, "d") / 2)
+    params, _, x = arguments()
+
+    def step_with(wrap):
+        inside = wrap(lambda params, x: jax.lax.pmean(FORMS[form](region)(params, x), "d"))
+        spec = jax.sharding.PartitionSpec
+        mapped = jax.shard_map(inside, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec())
+        return lambda params, x: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(mapped)(params, x))
+
+    plain = jaxsub.jit(step_with(lambda f: f))
+    planned = step_with(functools.partial(jaxsub.sublinear, cache=False, progress=False))
+    step = jaxsub.jit(planned, memory=0.9 if form == "unrolled" else 1.0, cache=False, progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This function uses named axes")
+        chex.assert_trees_all_close(step(params, x), plain(params, x), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """Whole train steps under `jaxsub.jit(memory=...)`: they fit, compute the same, and say what they take."""
 
 import functools
+import inspect
 import os
 import re
 import subprocess
@@ -476,3 +477,26 @@ def test_a_step_without_a_planned_loss_says_so():
     assert "expected at the peak" not in str(caught.value)
     found = jaxsub.max_batch(lambda n: (step, (jnp.ones((8, 8)), jnp.ones((n, 8)))), memory="64KiB", progress=False)
     assert "no jaxsub.sublinear function stands inside the step" in str(found)
+
+
+def test_what_wraps_a_function_under_jit_is_no_part_of_it():
+    """`jax.grad`, `jax.vmap`, wrappers of a user's and `sublinear` take over a function's attributes, not its work."""
+    weights, data = params(), batch(8)
+    jitted = jaxsub.jit(loss)
+    gradient = jax.grad(loss)(weights, *data)
+    for one in (jitted, jaxsub.sublinear(jitted, cache=False, progress=False)):
+        value, found = jaxsub.jit(jax.value_and_grad(one))(weights, *data)
+        chex.assert_trees_all_close((value, found), (loss(weights, *data), gradient), rtol=1e-5, atol=1e-7)
+    square = jaxsub.jit(lambda x: (x**2).sum())
+    assert jaxsub.jit(jax.vmap(square))(jnp.ones((3, 4))).tolist() == [4.0] * 3
+    assert jaxsub.jit(jax.hessian(square))(jnp.ones(2)).tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+    @functools.wraps(square)
+    def more(x):
+        return square(x) + 100.0
+
+    assert (jaxsub.jit(more)(jnp.ones(2)), jaxsub.jit(jaxsub.jit(more))(jnp.ones(2))) == (102.0, 102.0)
+    assert not hasattr(jax.grad(square), "lower")
+    assert inspect.unwrap(jitted) is loss
+    lowered = jitted.lower(weights, *data)
+    assert lowered.compile().memory_analysis().argument_size_in_bytes > 0
