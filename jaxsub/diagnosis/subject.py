@@ -22,6 +22,7 @@ from jaxsub.emission.emit import as_traced
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, trace_call
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns
+from jaxsub.jaxpr.static_leaves import passing, returning_changes
 from jaxsub.jaxpr.trace import Program, loss_position
 from jaxsub.search.verify import gradient
 
@@ -132,6 +133,8 @@ def subject_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                            tuple(info.donated for info in infos), target, traced.args_info[0], traced.out_info,
                            len(traced.args_info[0]) < len(args),
                            is_planned=is_planned)  # fmt: skip
+        if len(traced.args_info[0]) < len(args):  # it is under `jax.jit`, with static arguments
+            fun, (args, kwargs) = _of_the_rest(traced)
     program = trace_call(fun, args, kwargs, argnums)
     return of_loss(program, as_traced(program), target, is_planned=is_planned)
 
@@ -149,12 +152,25 @@ def of_loss(program: Program, flat: Flat, target: Target, *, is_planned: bool = 
 
 
 def _traced(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function under `jax.jit`, traced."""
-    if hasattr(fun, "trace"):
-        return fun.trace(*args, **kwargs)
-    statics = Statics.of(fun, (), ())
+    """A function under `jax.jit`, traced; changes to its modules, and results that are no arrays, are told apart."""
+    if hasattr(fun, "trace") and hasattr(traced := fun.trace(*args, **kwargs), "args_info"):
+        return traced
+    if hasattr(fun, "lower"):  # the `jit` of another library
+        fun = getattr(fun, "__wrapped__", fun)
+    statics = Statics.of(returning_changes(fun), (), ())
     fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
-    return jax.jit(statics.bind(fixed, len(args))).trace(*dynamic_args, **dynamic_kwargs)
+    bound = statics.bind(fixed, len(args))
+    return jax.jit(lambda *a, **k: passing(bound(*a, **k))).trace(*dynamic_args, **dynamic_kwargs)
+
+
+def _of_the_rest(traced: Any) -> tuple[Callable[..., Any], Any]:
+    """A function under `jax.jit` as one of the arguments that are not static, and shapes of these."""
+    flat, tree = jex_core.jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return jax.tree.unflatten(tree, flat(*jax.tree.leaves((args, kwargs))))
+
+    return call, jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), traced.args_info)
 
 
 def _is_loss(traced: Any) -> bool:

@@ -142,6 +142,21 @@ def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+def returning_changes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that changes arguments in place, as modules of Flax NNX, return these as well."""
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        before = list(map(jax.tree.leaves, given))
+        out = fun(*args, **kwargs)
+        pairs = zip(given, before, strict=True)
+        changed = [a for a, old in pairs if list(map(id, old)) != list(map(id, jax.tree.leaves(a)))]
+        return (out, changed) if changed else out
+
+    return call
+
+
 def _in_modules(tree: Any) -> list[tuple[str, str, Any]]:
     """List the leaves of modules of Flax NNX: path in the tree, name in the module, leaf."""
     module = getattr(sys.modules.get("flax.nnx"), "Module", ())

@@ -1,10 +1,12 @@
 """The doctor: each planted fault is found, with what it costs and how to mend it; clean programs have none."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxsub
@@ -276,3 +278,42 @@ def test_a_rule_that_closes_over_a_value():
 
     found = jaxsub.doctor(loss, WS, X, jnp.float32(2))
     assert [f for f in found.findings if f.kind == "opaque residuals"]
+
+
+def equinox_step(model, x):
+    """It returns a model, and so activations."""
+    grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+    return eqx.apply_updates(model, grads)
+
+
+def nnx_step(model, optimizer, x):
+    """It returns a loss, and changes the others in place."""
+    value, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+MLP = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("jitted", [lambda f: f, eqx.filter_jit, jaxsub.equinox.filter_jit])
+def test_a_step_of_equinox_is_one(jitted):
+    """Under `eqx.filter_jit`, ours, or as it is."""
+    assert jaxsub.doctor(jitted(equinox_step), MLP, X).is_step
+
+
+@pytest.mark.parametrize("jitted", [lambda f: f, nnx.jit])
+def test_a_step_of_nnx_is_one(jitted):
+    """What it changes in place is what it updates; a loss under `nnx.jit` is a loss."""
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    found = jaxsub.doctor(jitted(nnx_step), model, optimizer, X)
+    assert found.is_step
+    assert "arguments (0, 1) updated" in str(found)
+    assert not jaxsub.doctor(jitted(lambda m, x: jnp.mean(m(x) ** 2)), model, X).is_step
+
+
+def test_a_loss_under_jit_may_have_static_arguments():
+    """They are named to `jax.jit`, and nowhere else."""
+    loss = jax.jit(lambda w, x, mode: jnp.mean(jnp.tanh(x @ w) ** 2), static_argnums=2)
+    assert not jaxsub.doctor(loss, WS[0], X, "squared").is_step
