@@ -39,6 +39,7 @@ class CallSite:
         own: The plan it has when nothing is asked of the whole step: within its own budget, or the plain program.
         is_sized: Whether the step may plan it: not with a plan or mirror counts of the user's own.
         axes: The named axes around the call, to be re-entered to plan it.
+        is_mapped: Whether it is inside a `jax.shard_map`, where values are those of one device.
     """
 
     name: str
@@ -47,6 +48,7 @@ class CallSite:
     own: Plan
     is_sized: bool
     axes: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    is_mapped: bool = False
 
     def forms(self) -> tuple[Form, ...]:
         """The forms to plan it in."""
@@ -118,7 +120,7 @@ def _site(name: str, program: Program, settings: Settings, given: Plan | None) -
         with axes(), as_wide_as(bare):
             yield
 
-    return CallSite(name, bare, settings, own, not settings.is_fixed and can_plan(bare), entered)
+    return CallSite(name, bare, settings, own, not settings.is_fixed and can_plan(bare), entered, bool(_manual_axes()))
 
 
 def current() -> Trial | Enclosing | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxsub.core.budget import Budget
-from jaxsub.core.decisions import Form, Loop
+from jaxsub.core.decisions import Form, Loop, Segment
 from jaxsub.core.disk_cache import Store
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
@@ -156,8 +156,16 @@ class Ladder:
         """The least plan on each partition, and in slices; the same whatever was asked before."""
         with self.site.axes():
             makers = self._makers(1, self.fused_bytes)
-            whole = (self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts)
+            whole = [self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts]
+            whole += [] if self.program.loss is not None else [self._of_site(self._one_region())]
             return [*whole, *self._in_slices(1, self.fused_bytes)]
+
+    def _one_region(self) -> Plan:
+        """All of a part of a network as one region: what calls it in a loop keeps its arguments alone."""
+        plain = self.candidates.plain()
+        assert plain.prediction is not None
+        again = replace(plain.prediction, extra_flops=plain.prediction.forward_flops)
+        return plain.replace(segments=(Segment(0, len(self.program.eqns)),), prediction=again, planner="by hand: full")
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""

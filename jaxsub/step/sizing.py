@@ -80,7 +80,7 @@ class Sizing:
 
     def _is_unknown(self, site: CallSite) -> bool:
         """Whether the step runs on several devices, and nothing says how the arguments of a function are split."""
-        return self.is_spread and not site.program.is_sharded
+        return self.is_spread and not site.program.is_sharded and not site.is_mapped
 
     def attempt(self, plans: Mapping[str, Plan]) -> Attempt:
         """Compile the step under plans, unless that was done before."""
