@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import jax
 import pytest
+from processes import QUICK_FLAGS
 
 pytest.register_assert_rewrite("counterparts", "six_layers")  # what they assert for tests is shown as tests' own
 jax.config.update("jax_platforms", "cpu")
@@ -17,10 +18,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 
 def generate_code_quickly() -> None:
-    """Let XLA emit a CPU's code as it did before, where it still can, and in one piece: half the time, same buffers."""
-    quick = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+    """Start XLA with the flags of `processes`."""
     with pytest.MonkeyPatch.context() as patch:  # read once, by this process alone
-        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {quick}")
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}")
         jax.devices()
 
 

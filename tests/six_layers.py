@@ -9,6 +9,7 @@ from pathlib import Path
 import chex
 import jax
 import jax.numpy as jnp
+from processes import quickly
 
 import jaxsub
 
@@ -50,7 +51,7 @@ def in_a_process(code, timeout=300, **env):
     """Run code in a process of its own, warnings being errors."""
     start = "import jax, jax.numpy as jnp, functools, jaxsub\nfrom jax import lax\n"
     command = [sys.executable, "-W", "error", "-c", start + textwrap.dedent(code)]
-    path = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    path = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **quickly()}
     done = subprocess.run(command, env={**path, **env}, capture_output=True, text=True, timeout=timeout, check=False)
     print(done.stdout, end="")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from processes import quickly
 
 import jaxsub
 
@@ -40,8 +41,8 @@ def test_the_notebooks_are_there():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     """Every cell of a notebook runs in a kernel of its own."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as for all tests
+    for name, value in quickly().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own, which shows pictures
     if "flax" in path.stem:

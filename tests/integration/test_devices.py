@@ -7,6 +7,7 @@ import jax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from processes import quickly
 from six_layers import LOSS, W, X, in_a_process, loss, planned, predicted, same
 
 import jaxsub
@@ -49,7 +50,7 @@ def test_eight_devices():
     assert jnp.allclose(jax.jit(jax.grad(body))(w, split), wanted, atol=1e-6)
     assert f.plan(jnp.zeros((16, 16)), jnp.zeros((64, 16))).n_regions > 0
     """
-    in_a_process(LOSS + textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    in_a_process(LOSS + textwrap.dedent(code), **quickly(8))
 
 
 def test_a_plan_that_cannot_know_of_the_devices_says_so():
@@ -68,4 +69,4 @@ def test_a_plan_that_cannot_know_of_the_devices_says_so():
             jax.jit(jax.grad(f)).lower(w, split)
         assert sum("Pass in_shardings= to it" in str(t.message) for t in told) == n_told, told
     """
-    in_a_process(LOSS + textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    in_a_process(LOSS + textwrap.dedent(code), **quickly(8))

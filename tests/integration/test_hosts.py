@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from processes import quickly
+
 ROOT = Path(__file__).parents[2]
 HOST = """
 import json, os, sys
@@ -59,8 +61,7 @@ def free_port():
 
 def run_on_two_hosts():
     """Run `HOST` in two processes of two CPU devices each, and return what each told."""
-    env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "HOME": "/nonexistent", **quickly(2)}
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", textwrap.dedent(HOST), address]
     hosts = [

@@ -10,6 +10,7 @@ import models
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import quickly
 from six_layers import ROOT, in_a_process
 
 import jaxsub
@@ -100,8 +101,7 @@ def on_eight_devices(code, timeout=600):
     auto = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     whole, split, columns = (NamedSharding(auto, P(*spec)) for spec in ((), ("d",), (None, "d")))
     """
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": os.environ["PATH"]}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": os.environ["PATH"], **quickly(8)}
     in_a_process(textwrap.dedent(start) + textwrap.dedent(code), timeout, **env)
 
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from processes import quickly
 
 import jaxsub
 from jaxsub.flax import nnx as jaxsub_nnx
@@ -197,8 +198,6 @@ def test_steps_of_libraries_are_fused(train):
 
 
 MESH = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import re
 import jax, jax.numpy as jnp, optax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -249,7 +248,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 def test_gradients_split_over_a_mesh_are_reduced_inside_the_scan():
     """FSDP on eight devices: no device holds its part of all gradients, and each layer's is reduced in the loop."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, **quickly(8), "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", MESH], check=True, env=env, timeout=240)
 
 

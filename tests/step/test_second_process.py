@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import quickly
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = """
@@ -76,7 +77,7 @@ print("TOLD " + json.dumps([told, [site.plan.to_json() for site in found.sites]]
 
 def told(name, cache, which):
     """What a process of its own says of the step."""
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), **quickly()}
     command = [sys.executable, "-W", "error::UserWarning:jaxsub", "-c", PROGRAM, name, str(cache), which]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr

@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from processes import quickly
 
 import jaxsub
 from jaxsub.devices.aot import cross_compile, require_packages
@@ -300,8 +301,6 @@ def test_what_a_device_has():
 
 
 SHARDED = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, jaxsub, test_step as t
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -325,7 +324,7 @@ def test_a_step_over_several_devices():
     folder = Path(__file__).parent
     env = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
+        **quickly(4),
         "PYTHONPATH": os.pathsep.join([str(folder.parents[1]), str(folder.parent), str(folder)]),
     }
     subprocess.run([sys.executable, "-c", SHARDED], check=True, env=env)
