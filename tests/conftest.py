@@ -31,6 +31,10 @@ hypothesis.settings.register_profile("jaxsub", deadline=None, max_examples=50, d
 hypothesis.settings.load_profile("jaxsub")
 
 
+LONG_FILES = ("tests/test_notebooks.py", "tests/test_docs.py")
+"""Run first: were they last, as their names have it, one worker would wait for the other."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run take a part of the cells of parametrized tests."""
     parser.addoption("--part", default="1/1", help="run one of so many parts of each parametrized test, as 2/3")
@@ -38,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long unless `-m` names it (`-m "not slow"` alone does not), and cells of other parts."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
     left_out = set[pytest.Item]()
     if "exhaustive" not in config.option.markexpr:
         left_out.update(item for item in items if item.get_closest_marker("exhaustive"))
