@@ -184,7 +184,7 @@ def test_the_comparison_can_fail():
         assert_same(plain, lambda ws, x: plain(ws[:12], x), WS, X)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(length=st.integers(2, 13), sizes=st.lists(st.integers(2, 12), max_size=3),
        again=st.booleans(), share=st.floats(0, 0.9), reverse=st.booleans())  # fmt: skip
 def test_any_length_and_any_blocks(length, sizes, again, share, reverse):
@@ -203,7 +203,6 @@ def test_any_length_and_any_blocks(length, sizes, again, share, reverse):
 @pytest.mark.parametrize("transform", ["jvp", "vmap", "hessian", "grad_of_grad", "grad_of_vmap"])
 def test_rewritten_loops_compose(transform, way):
     """Forward mode, batching and second derivatives go through blocks of steps as through the loop."""
-    g = looped(plain, way, WS, X)
     transformed = {
         "jvp": lambda f: jax.jvp(f, (WS, X), (WS * 0.1, X * 0.2)),
         "vmap": lambda f: jax.vmap(jax.grad(f), (None, 0))(WS, jnp.stack([X, 2 * X])),
@@ -211,7 +210,8 @@ def test_rewritten_loops_compose(transform, way):
         "hessian": lambda f: jax.hessian(lambda s: f(WS * s, X))(1.1),
         "grad_of_vmap": lambda f: jax.grad(lambda ws: jax.vmap(f, (None, 0))(ws, jnp.stack([X, -X])).sum())(WS),
     }[transform]
-    chex.assert_trees_all_close(transformed(g), transformed(plain), rtol=1e-4, atol=1e-5)
+    found, expected = (jax.jit(lambda f=f: transformed(f))() for f in (looped(plain, way, WS, X), plain))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("f", [f for f in VARIANTS if f not in (around_dense,)], ids=lambda f: f.__name__)
