@@ -1,6 +1,7 @@
 """Functions that take a gradient themselves: what its backward pass reads is recomputed, and not live until then."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -80,6 +81,7 @@ def adapted(params, x, _):
 
 
 LOSSES = {"forces": forces(interaction), "penalty": penalty, "adapted": adapted}
+BY_HAND = forces(jax.checkpoint(interaction))
 ORDINARY = {
     "layers": lambda params, x, _: (mlp(params, jnp.tile(x, (16, WIDTH))[:, :WIDTH]) ** 2).mean(),
     "sums": lambda params, x, _: sum((mlp(params[:i], jnp.tile(x, (1, WIDTH))[:, :WIDTH]) ** 2).mean() for i in (2, 4)),
@@ -95,10 +97,12 @@ def traced(loss):
     return trace(loss, ARGS, {})
 
 
+@functools.cache
 def needed(fun):
     return jaxsub.measure(fun, *ARGS).temp_bytes
 
 
+@functools.cache
 def flops_of(fun):
     return jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(fun))(*ARGS)).arithmetic_flops
 
@@ -155,14 +159,20 @@ def test_any_runs_may_be_made_again(data):
     chex.assert_trees_all_close(jax.jit(with_plan(loss, chosen))(*ARGS), jax.jit(loss)(*ARGS), rtol=1e-5)
 
 
+@functools.cache
+def planned(share):
+    """The forces under a share of what they need as they are."""
+    return jaxsub.plan(LOSSES["forces"], *ARGS, budget=int(share * needed(LOSSES["forces"])), **ALONE)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_forces_fit_where_layers_by_hand_do_not(share):
     """`jax.checkpoint` round each layer of the energy bounds less: with `-s` figures are printed."""
     loss = LOSSES["forces"]
-    plain, by_hand = needed(loss), needed(forces(jax.checkpoint(interaction)))
+    plain, by_hand = needed(loss), needed(BY_HAND)
     budget = int(share * plain)
     assert budget < by_hand
-    plan = jaxsub.plan(loss, *ARGS, budget=budget, **ALONE)
+    plan = planned(share)
     again = jaxsub.sublinear(loss, plan=plan)
     assert plan.clones
     assert needed(again) == plan.measurement.temp_bytes <= budget
@@ -177,9 +187,9 @@ def test_forces_fit_where_layers_by_hand_do_not(share):
 
 
 def test_at_the_memory_of_layers_by_hand_no_more_is_computed():
-    loss, by_hand = LOSSES["forces"], forces(jax.checkpoint(interaction))
-    plan = jaxsub.plan(loss, *ARGS, budget=needed(by_hand), **ALONE)
-    assert flops_of(jaxsub.sublinear(loss, plan=plan)) <= flops_of(by_hand)
+    loss = LOSSES["forces"]
+    plan = jaxsub.plan(loss, *ARGS, budget=needed(BY_HAND), **ALONE)
+    assert flops_of(jaxsub.sublinear(loss, plan=plan)) <= flops_of(BY_HAND)
 
 
 def test_a_gpu_that_is_not_there_needs_as_little():
@@ -192,7 +202,7 @@ def test_a_gpu_that_is_not_there_needs_as_little():
 
 def test_a_plan_is_stored_and_refused_where_it_does_not_belong(tmp_path):
     loss = LOSSES["forces"]
-    plan = jaxsub.plan(loss, *ARGS, budget=0.25, **ALONE)
+    plan = planned(0.25)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     with pytest.raises(jaxsub.UnsupportedError, match="recomputed for an inner gradient"):
