@@ -1,6 +1,6 @@
 """Plans inside equations: the branches of conditionals, and deep bodies of loops."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -178,20 +178,20 @@ def test_a_plan_with_branches_is_stored_shown_and_loaded():
     assert "blocks of 8 steps" in text
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_deep_branch_is_planned(index):
+def test_a_deep_branch_is_planned():
     """A branch of ten layers needs less than half of what it did, and nobody notices which branch runs."""
 
     def f(ws, x):
         branches = [lambda x: deep(ws, x), lambda x: jnp.sin(x @ ws[0])]
         return jnp.mean(lax.switch((x[0, 0] < 0).astype(int), branches, x) ** 2)
 
-    ws, x = random.normal(random.key(0), (10, 16, 16)) / 4, jnp.full((256, 16), 0.5 - index)
+    ws, x = random.normal(random.key(0), (10, 16, 16)) / 4, jnp.full((256, 16), 0.5)
     plain = jaxsub.measure(f, ws, x, argnums=(0, 1)).temp_bytes
     g = jaxsub.sublinear(f, budget=0.45, argnums=(0, 1), progress=False)
     assert any(isinstance(way, Conditional) for way in g.plan(ws, x).loops)
     assert jaxsub.measure(g, ws, x, argnums=(0, 1)).temp_bytes <= 0.45 * plain
     assert_same(f, g, ws, x)
+    assert_same(f, g, ws, -x)
 
 
 def kinds_of_layers(ws, x):
@@ -214,20 +214,25 @@ def kinds_of_layers(ws, x):
 KINDS = random.normal(random.key(0), (9, 32, 128)) / 24, random.normal(random.key(1), (256, 32))
 
 
+@cache
+def needed_by_kinds():
+    """What the layers of three kinds need as they are."""
+    return jaxsub.measure(kinds_of_layers, *KINDS).temp_bytes
+
+
 def test_regions_in_small_branches_save_their_products():
     """Half of the memory takes no product a second time: elementwise work of two products is enough."""
-    plain = jaxsub.measure(kinds_of_layers, *KINDS)
-    f = jaxsub.sublinear(kinds_of_layers, budget=plain.temp_bytes // 2, progress=False)
+    budget = needed_by_kinds() // 2
+    f = jaxsub.sublinear(kinds_of_layers, budget=budget, progress=False)
     assert recomputed_share(f.plan(*KINDS)) < 0.01
-    assert jaxsub.measure(f, *KINDS).temp_bytes <= plain.temp_bytes // 2
+    assert jaxsub.measure(f, *KINDS).temp_bytes <= budget
     assert_same(kinds_of_layers, f, *KINDS)
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.25])
 def test_what_any_branch_keeps_is_counted(budget):
     """Residuals of all branches are there whichever runs: what is predicted with plans in branches is near it."""
-    plain = jaxsub.measure(kinds_of_layers, *KINDS).temp_bytes
-    plan = jaxsub.plan(kinds_of_layers, *KINDS, budget=int(budget * plain), verify=False, progress=False)
+    plan = jaxsub.plan(kinds_of_layers, *KINDS, budget=int(budget * needed_by_kinds()), verify=False, progress=False)
     measured = jaxsub.measure(jaxsub.sublinear(kinds_of_layers, plan=plan), *KINDS).temp_bytes
     assert any(isinstance(way, Conditional) for loop in plan.loops for way in loop.inside.ways)
     assert plan.prediction.temp_bytes == pytest.approx(measured, rel=0.2)

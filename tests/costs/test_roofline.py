@@ -1,5 +1,6 @@
 """How long things take: by a target's figures, measured on this machine, and what plans make of it."""
 
+import functools
 from dataclasses import fields, replace
 
 import jax
@@ -162,14 +163,20 @@ def test_every_stage_and_option_has_seconds(name):
         assert max(again, default=0) <= 1.1 * sum(s.forward_seconds for s in chain.stages[item.start : item.stop])
 
 
-@pytest.mark.parametrize("name", ["gpt", "scan", "unet"])
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_only_the_regions_of_a_plan_are_timed(name, share):
-    """By FLOPs options are not timed before they are chosen, and a plan says the same seconds as if all were."""
+@functools.cache
+def two_chains(name):
+    """A toy's prices for a GPU, its chain by FLOPs, and the same by time."""
     loss, args = zoo.BY_NAME[name].toy()
     program = trace(loss, args, {}, argnums=0)
     pricer, cuts = Pricer(program, H100), find_cuts(program.graph)
-    chain, by_time = pricer.chain(cuts), Pricer(program, H100, profile="roofline").chain(cuts)
+    return pricer, pricer.chain(cuts), Pricer(program, H100, profile="roofline").chain(cuts)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("name", ["gpt", "scan", "unet"])
+def test_only_the_regions_of_a_plan_are_timed(name, share):
+    """By FLOPs options are not timed before they are chosen, and a plan says the same seconds as if all were."""
+    pricer, chain, by_time = two_chains(name)
     assert not any(o.recompute_seconds for item in chain.items for o in item.options)
     assert not any(stage.forward_seconds for stage in chain.stages)
 
