@@ -1,4 +1,4 @@
-"""Every planner's plans of 300 random graphs, executed on the abstract machine that checks each step."""
+"""Every planner's plans of 180 random graphs, executed on the abstract machine that checks each step."""
 
 import random
 import sys
@@ -12,7 +12,8 @@ from jaxsub.core.plan import Plan, plan_from_runs
 from jaxsub.core.simulate import predict
 from jaxsub.planners import get, names
 
-GRAPHS = 300
+pytestmark = pytest.mark.once
+GRAPHS = 180
 BATCHES = 6
 SLOW = ("milp",)
 SHARES = (0.0, 0.3, 0.7, 1.0)
