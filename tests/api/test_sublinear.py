@@ -22,7 +22,7 @@ from jaxsub.jaxpr.trace import Program, trace
 from jaxsub.search.verify import cut_choices
 
 PLANNERS = ("auto", "chen", "cheap", "recursive(1)", "revolve", "barriers")
-SHARES = (None, 0.7, 0.4, 0.2)
+SHARES = (None, 0.5, 0.2)
 TOLERANCE = 2e-6  # of the largest entry: a few roundings of f32; the compiler fuses the two programs differently
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # a third of the time; fusion and buffers are as always
 predicted = functools.partial(jaxsub.sublinear, verify=False, cache=False, progress=False)

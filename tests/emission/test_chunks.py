@@ -435,7 +435,7 @@ def test_names_lines_and_scopes_are_kept():
     assert "mine" in [compat.given_name(e) for e in eqns]
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(
     st.lists(st.tuples(*[st.integers(0, n) for n in (len(STEPS) - 1, 50, 50)]), min_size=2, max_size=5),
     st.integers(0, 2**31),
