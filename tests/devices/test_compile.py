@@ -1,6 +1,7 @@
 """What `jaxsub.devices.compile` reads of a compiled program, and the option that keeps recomputation on the CPU."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -65,9 +66,9 @@ def test_recomputation_survives_the_cpu_compiler():
 
 
 MEASURED = """
-    import jax, jaxsub, zoo
-    for name in ("gpt", "resnet"):
-        loss, init = zoo.BY_NAME[name].build(**zoo.BY_NAME[name].toy_size)
+    import json, sys, jax, jaxsub, zoo
+    for name, sizes in json.loads(sys.argv[1]).items():
+        loss, init = zoo.BY_NAME[name].build(**zoo.BY_NAME[name].toy_size | sizes)
         lowered = jaxsub.jit(jax.value_and_grad(loss)).lower(*jax.eval_shape(init, jax.random.key(0)))
         compiled = lowered.compile()
         print(compiled.memory_analysis().temp_size_in_bytes, compiled.cost_analysis()["flops"])
@@ -77,10 +78,11 @@ MEASURED = """
 def test_code_that_never_runs_says_the_same_of_memory():
     """What is compiled to be measured, here too, allocates what the same program allocates that a user runs."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", textwrap.dedent(MEASURED)]
+    networks = {"gpt": {"layers": 2}, "resnet": {"depths": (1, 1)}}
+    command = [sys.executable, "-c", textwrap.dedent(MEASURED), json.dumps(networks)]
     found = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    for name, line in zip(("gpt", "resnet"), found, strict=True):
-        loss, init = zoo.BY_NAME[name].build(**zoo.BY_NAME[name].toy_size)
+    for (name, sizes), line in zip(networks.items(), found, strict=True):
+        loss, init = zoo.BY_NAME[name].build(**zoo.BY_NAME[name].toy_size | sizes)
         measured = measure_compiled(jax.value_and_grad(loss), jax.eval_shape(init, jax.random.key(0)))
         assert line == f"{measured.temp_bytes} {measured.flops}"
 

@@ -389,7 +389,7 @@ def test_products_in_loops_and_calls_have_the_dtype_of_most(dtype):
 
 def test_where_nothing_else_fits_slices_have_a_tile_of_rows():
     """Each layer of an ensemble takes half of what is needed; its members or its rows are sliced all the same."""
-    weights = [jax.ShapeDtypeStruct((8, 256, 256), "float32")] * 6
+    weights = [jax.ShapeDtypeStruct((8, 256, 256), "float32")] * 4
     members = jax.vmap(tanh_layers, (0, None))
     loss = lambda weights, x: jnp.mean(members(weights, x))  # noqa: E731
     args = weights, jax.ShapeDtypeStruct((1024, 256), "float32")
@@ -589,11 +589,11 @@ def scanned_layers(weights, x):
     return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
 
 
-def test_what_one_slice_may_need_is_found_by_what_all_are_predicted_to_need():
+def test_what_one_slice_may_need_is_found_by_what_all_are_predicted_to_need(tmp_path):
     """What all slices need does not fall with what one is planned to need, byte for byte."""
     shapes = [(32, 32)] * 3 + [(32, 128), (128, 32)]
     weights, x = [random.normal(random.key(i), (8, *s)) / 8 for i, s in enumerate(shapes)], jnp.ones((8, 64, 32))
-    asked = dict(chunks={0: 4}, cache=False, progress=False)
+    asked = dict(chunks={0: 4}, cache=tmp_path, progress=False)
     shares, kept = [], jaxsub.plan(scanned_layers, weights, x, **asked, budget=2**30).measurement.temp_bytes
     for share in (0.4, 0.3):
         plan = jaxsub.plan(scanned_layers, weights, x, **asked, budget=int(share * kept))
@@ -699,13 +699,13 @@ def test_each_layer_of_an_unrolled_network_is_a_run():
 
 @pytest.mark.skipif(compat.joins_zeros_of_loops(), reason="one kernel makes the zeros of all layers' loops")
 def test_each_layer_in_slices_needs_less_than_regions():
-    args, options = unrolled_shapes(12), {"target": "h100", "progress": False, "cache": False}
+    args, options = unrolled_shapes(6), {"target": "h100", "progress": False, "cache": False}
     plain = jaxsub.measure(narrow_between, *args, target="h100").temp_bytes
     with pytest.raises(InfeasibleBudgetError) as refused:
         jaxsub.plan(narrow_between, *args, budget=1, chunks=False, **options)
     least = refused.value.least_bytes
     plan = jaxsub.plan(narrow_between, *args, budget=int(0.7 * least), **options)
-    assert len(plan.slices) == 12
+    assert len(plan.slices) == 6
     needed = plan.measurement.temp_bytes
     print(f"{least / plain:.3f} of plain's memory is the least with regions, {needed / plain:.3f} needed in slices")
 
