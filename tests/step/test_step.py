@@ -379,7 +379,7 @@ def check_found_on_disk(target, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting(jax.stages.Lowered.compile, compiled))
     monkeypatch.setattr("jaxsub.step.jit.cross_compile", counting(cross_compile, compiled))
-    first, again, other = (quiet(STEP, memory=0.6, target=target, cache=tmp_path) for _ in range(3))
+    first, again, other = (quiet(STEP, memory=m, target=target, cache=tmp_path) for m in (0.6, 0.6, "1GiB"))
     args = jax.eval_shape(lambda: (*state(), *batch()))
     found = first.report(*args)
     assert planned(found)
