@@ -17,7 +17,7 @@ import jaxsub
 pytestmark = pytest.mark.once
 ROOT = Path(jaxsub.__file__).parent.parent
 ORDER = """
-core: __init__ tuning shown measurement errors wrapped budget graph decisions codec chain passes output_reuse
+core: __init__ tuning shown measurement errors checks wrapped budget graph decisions codec chain passes output_reuse
     timeline simulate steps folder disk_cache stored figures plan step_plan
 allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive

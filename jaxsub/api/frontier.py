@@ -14,9 +14,10 @@ from typing import Any
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
+from jaxsub.core.checks import whole
 from jaxsub.core.decisions import Form
 from jaxsub.core.disk_cache import open_store
-from jaxsub.core.errors import UnsupportedError
+from jaxsub.core.errors import BudgetError, UnsupportedError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan, plan_from_runs
@@ -136,10 +137,10 @@ def frontier(
         The frontier; print it, plot it, or take a plan of it.
 
     Raises:
-        BudgetError: If the budget cannot be read.
+        BudgetError: If the budget cannot be read, or is a fraction.
         UnsupportedError: If something in the function cannot be supported.
         ChunksError: If what `chunks=` asks for by name or axis cannot be done.
-        ValueError: If `points` is below 2.
+        ValueError: If `points` is no whole number of at least 2.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxsub
@@ -156,14 +157,14 @@ def frontier(
         Beaumont et al., Optimal checkpointing for heterogeneous chains, 2019.
     """
     refuse_collisions(frontier, locals())
-    if points < 2:
-        raise ValueError(f"a frontier has at least 2 points, got points={points}")
-    marked = Budget.parse(budget).n_bytes
+    points, marked = whole(points, "points", 2), Budget.parse(budget)
+    if marked.fraction is not None:
+        raise BudgetError(f'A frontier marks bytes, such as "8GiB" or an int; got the fraction budget={budget!r}.')
     program = trace_call(fun, args, kwargs, argnums)
     pricer = pricer_of(program, get_target(target), open_store(cache))
     if not may_be_sliced(program, Settings(chunks=chunks)):
         chunks = False
-    return frontier_of(pricer, points, marked, is_measured=verify, chunks=chunks)
+    return frontier_of(pricer, points, marked.n_bytes, is_measured=verify, chunks=chunks)
 
 
 @with_own_settings

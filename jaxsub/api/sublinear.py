@@ -18,6 +18,7 @@ import jax.core
 from jaxsub.api.explain import Explanation, explanation_of
 from jaxsub.api.frontier import POINTS, Frontier, frontier_of
 from jaxsub.core.budget import Budget
+from jaxsub.core.checks import several
 from jaxsub.core.disk_cache import Store, open_store
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
@@ -287,15 +288,13 @@ def sublinear(
     References:
         Chen, Xu, Zhang, Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    if fun is not None and not callable(fun):
-        raise TypeError(f"sublinear takes a function, got {fun!r}. Pass the budget by name: sublinear(budget=...).")
-    settings = Settings(Budget.parse(budget), planner, _read_plan(plan), mirror, verify, target,
+    made = None if plan is None else Plan.of(plan)
+    settings = Settings(Budget.parse(budget), planner, made, mirror, verify, target,
                         read_argnums(argnums), cache, progress, profile,
                         in_shardings=in_shardings, offload=offload, chunks=chunks, effort=effort,
                         max_seconds=max_seconds)  # fmt: skip
     get(planner)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    numbers, names = several(static_argnums, "static_argnums"), several(static_argnames, "static_argnames")
     if fun is None:
         return lambda f: Sublinear(f, settings, numbers, names)
     return Sublinear(fun, settings, numbers, names)
@@ -412,5 +411,3 @@ class _Emitted:
                 return self._run(*inputs)
 
 
-def _read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(os.fspath(plan))

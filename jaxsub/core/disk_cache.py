@@ -64,6 +64,8 @@ def open_store(cache: bool | str | os.PathLike[str] | Store = True) -> Store:
     """Find the store: `True` for the user's cache directory, `False` for memory only, a directory, or a store."""
     if isinstance(cache, Store):
         return cache
+    if not isinstance(cache, bool | str | os.PathLike):
+        raise TypeError(f"cache= is True, False for in memory only, a directory or a store; got {cache!r:.99}.")
     if cache is False:
         return Store(None)
     return Store(default_directory() if cache is True else Path(cache))

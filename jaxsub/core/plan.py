@@ -10,6 +10,7 @@ backward pass reads its recomputed result.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Prediction, Run
+from jaxsub.core.checks import is_whole
 from jaxsub.core.decisions import Clone, ControlFlow, PolicyNames, Segment, Slices, walk
 from jaxsub.core.figures import Difference, compare, plan_figures, scalars
 from jaxsub.core.graph import Graph
@@ -165,7 +167,7 @@ class Plan(Shown, Stored):
             ... )
             True
         """
-        wrong = [f"m({v}) = {m!r}" for v, m in enumerate(counts) if isinstance(m, bool) or int(m) != m or m < 0]
+        wrong = [f"m({v}) = {m!r}" for v, m in enumerate(counts) if not is_whole(m) or m < 0]
         if wrong:
             raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong[:5])}")
         segments = tuple(_runs_of(counts, 0, len(counts), level=1))
@@ -207,18 +209,18 @@ class Plan(Shown, Stored):
         found += ["holdings: less than nothing is kept"] * any(h.n_bytes < 0 or h.count < 1 for h in self.holdings)
         return found[:MOST_FAULTS]
 
-    def diff(self, other: Plan) -> Difference:
+    def diff(self, other: Plan | str | os.PathLike[str]) -> Difference:
         """Compare with another plan: figures, saved values, recomputed equations; print it.
 
         Args:
-            other: The plan to compare with.
+            other: The plan to compare with, or the path of one that `save` wrote.
 
         Example:
             >>> plan = Plan("f", Budget(), 4, (Segment(0, 2),))
             >>> bool(plan.diff(plan)), plan.diff(plan.replace(segments=())).recomputed
             (False, (('equations 0 to 0',), ()))
         """
-        return compare(self, other)
+        return compare(self, Plan.of(other))
 
     def metrics(self) -> dict[str, float]:
         """Its figures by name, for TensorBoard and its like: `jaxsub/measured_bytes`, `jaxsub/recomputed_share`.
@@ -268,6 +270,9 @@ class Plan(Shown, Stored):
         """
         from jaxsub.show.plot import plot_plan, plot_steps  # noqa: PLC0415 - shown only when asked
 
+        n = len(self.steps)
+        if inside is not None and (not is_whole(inside) or not -n <= inside < n):
+            raise IndexError(f"inside={inside!r} is none of the {n} loops and runs in slices of `steps`; leave it out.")
         return plot_plan(self, ax) if inside is None else plot_steps(self.steps[inside], ax)
 
 

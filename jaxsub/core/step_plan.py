@@ -7,6 +7,7 @@ a plan of another step is refused.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,12 +68,13 @@ class StepPlan(Shown, Stored):
             found.append("sites: a function is there twice, or is never called")
         return found
 
-    def diff(self, other: StepPlan) -> Difference:
+    def diff(self, other: StepPlan | str | os.PathLike[str]) -> Difference:
         """Compare with another plan: figures and functions; print it, or show it in a notebook.
 
         Args:
-            other: The plan to compare with.
+            other: The plan to compare with, or the path of one that `save` wrote.
         """
+        other = StepPlan.of(other)
         there = {s.name: s.plan for s in other.sites}
         parts = tuple((s.name, found) for s in self.sites if s.name in there
                       and (found := compare(s.plan, there[s.name])))  # fmt: skip

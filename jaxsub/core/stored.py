@@ -6,6 +6,7 @@ fits a function is checked where it is used.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import ClassVar, TypeVar, cast
 
@@ -56,6 +57,16 @@ class Stored:
     def save(self, path: str) -> None:
         """Write it to a file, as JSON."""
         Path(path).write_text(self.to_json(), "utf-8")
+
+    @classmethod
+    def of(cls: type[Self], given: Self | str | os.PathLike[str]) -> Self:
+        """What is given for a plan: one, or the path of one that `save` wrote; `TypeError` if it is neither."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str | os.PathLike):
+            return cls.load(os.fspath(given))
+        what = f"a {given.kind.replace('_', ' ')}" if isinstance(given, Stored) else f"{given!r:.99}"
+        raise TypeError(f"this is {what}, and no {cls.kind.replace('_', ' ')}; make a new one with {cls.remedy}")
 
     @classmethod
     def load(cls: type[Self], path: str) -> Self:

@@ -18,6 +18,7 @@ from flax.linen.transforms import lift_transform
 
 from jaxsub import policies
 from jaxsub.api import sublinear as api
+from jaxsub.core.checks import several
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.wrapped import P, R, Wrapped
 
@@ -69,7 +70,7 @@ def remat(
             "that the module branches on: static_argnums=(1,) for the first one after the module."
         )
     found = policies.get(policy)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    numbers = several(static_argnums, "static_argnums")
     # the lifted function has variables and keys as arguments 0 and 1 in place of the module, then the others from 2 on
     inner = tuple(n + 1 if n > 0 else n for n in numbers)
 

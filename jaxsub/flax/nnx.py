@@ -19,6 +19,7 @@ from jaxsub import policies
 from jaxsub.api import sublinear as api
 from jaxsub.api.explain import Explanation
 from jaxsub.api.frontier import Frontier
+from jaxsub.core.checks import several
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
@@ -81,8 +82,7 @@ def remat(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    numbers, names = several(static_argnums, "static_argnums"), several(static_argnames, "static_argnames")
     if inspect.ismethod(f):
         wrapped = remat(
             f.__func__, policy=policy, prevent_cse=prevent_cse, static_argnums=numbers, static_argnames=names
@@ -149,8 +149,7 @@ def sublinear(
             "in_shardings= takes one sharding for a module, or None, here. With a sharding for each of its variables, "
             "nnx.split the module and pass its state to jaxsub.sublinear; outside of jit its arrays carry their own."
         )
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    numbers, names = several(static_argnums, "static_argnums"), several(static_argnames, "static_argnames")
     return _Sublinear(loss, wrt, numbers, names, options)
 
 

@@ -74,7 +74,7 @@ def policies(patterns: Mapping[str | type, str | named.Policy | named.JaxPolicy 
         layers_0: 1 module
           layers_0 Dense: save_costly
     """
-    return Swap(dict(patterns))
+    return Swap(patterns)
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Swap:
         matched: The modules that matched so far, each once.
     """
 
-    patterns: dict[str | type, Any]
+    patterns: Mapping[str | type, Any]
     _seen: dict[Match, None] = field(default_factory=dict, repr=False)
     _hits: set[str] = field(default_factory=set, repr=False)
     _called: dict[str, None] = field(default_factory=dict, repr=False)
@@ -94,8 +94,11 @@ class Swap:
     _exit: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.patterns:
-            raise PolicyError("policies() needs at least one pattern, such as {'Block': 'save_costly'}.")
+        if not isinstance(self.patterns, Mapping) or not self.patterns:
+            raise PolicyError(
+                "policies() takes a mapping of patterns, at least one, to policies, such as {'Block': 'save_costly'}; "
+                f"got {self.patterns!r:.99}."
+            )
         self.patterns = {pattern: named.get(policy) for pattern, policy in self.patterns.items()}
         if wrong := [p for p in self.patterns if not isinstance(p, str | type)]:
             raise PolicyError(f"A pattern is a module class or text, got {wrong[0]!r}.")

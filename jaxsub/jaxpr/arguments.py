@@ -8,13 +8,13 @@ holds for static leaves of the other arguments (`jaxsub.jaxpr.static_leaves`).
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from jaxsub.core.checks import require_function, several
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.wrapped import name_of
 from jaxsub.jaxpr.static_leaves import fixed_leaves, of_the_others, without
@@ -58,11 +58,13 @@ class Statics:
         dynamic = [a for i, a in enumerate(args) if i not in self.argnums]
         keywords = {k: v for k, v in kwargs.items() if k not in self.argnames}
         fixed = fixed_leaves((dynamic, keywords))
-        for place, _, value in (*static_args, *static_kwargs, *fixed):
+        named: list[tuple[Any, Any]] = [(argument_name(self.fun, i), value) for i, _, value in static_args]
+        named += [(name, value) for name, _, value in (*static_kwargs, *fixed)]
+        for name, value in named:
             try:
                 hash(value)
             except TypeError as error:
-                raise TypeError(f"static argument {place!r} must be hashable, got {value!r}") from error
+                raise TypeError(f"static argument `{name}` must be hashable, got a {type(value).__name__}") from error
         if not fixed:
             return (static_args, static_kwargs, None), dynamic, keywords
         inner = (jax.tree.structure((dynamic, keywords)), fixed)
@@ -93,23 +95,29 @@ class Statics:
         return tuple(arrays.index(a) if a in arrays else a for a in wanted)
 
 
-def read_argnums(argnums: AnyArgnums) -> int | tuple[int, ...] | None:
+def argument_name(fun: Callable[..., Any], number: int) -> str:
+    """What a function calls a positional argument.
+
+    Example:
+        >>> argument_name(lambda w, *xs: w, 0), argument_name(lambda w, *xs: w, 1)
+        ('w', 'argument 1')
+    """
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):  # a builtin without a signature
+        return f"argument {number}"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names[number] if number < len(names) else f"argument {number}"
+
+
+def read_argnums(argnums: AnyArgnums) -> tuple[int, ...] | None:
     """Normalise `argnums`; `TypeError` if it is neither a whole number nor a sequence of at least one.
 
     Example:
         >>> read_argnums([0, 2])
         (0, 2)
     """
-    if argnums is None:
-        return None
-    is_one = isinstance(argnums, str) or not isinstance(argnums, Sequence)
-    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)  # type: ignore[arg-type]
-    if not numbers or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in numbers):
-        raise TypeError(
-            f"argnums takes the positions of arguments, as jax.grad does: 0 or (0, 1), or None; got {argnums!r}."
-        )
-    found = tuple(map(operator.index, numbers))
-    return found[0] if is_one else found
+    return None if argnums is None else several(argnums, "argnums", least=1)
 
 
 def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> None:
@@ -118,6 +126,7 @@ def refuse_collisions(call: Callable[..., Any], given: Mapping[str, Any]) -> Non
     `call` is the function of ours that was called, such as `jaxsub.plan`, and `given` its arguments by name, `fun`
     among them. A `TypeError` says how to call without a collision.
     """
+    require_function(given["fun"], getattr(call, "__name__", ""))
     try:
         free = inspect.signature(given["fun"])
         bound = free.bind_partial(*given["args"]).arguments

@@ -97,6 +97,11 @@ def given_shardings(in_shardings: Any, args: Any, n_consts: int, n_keywords: int
     `in_shardings` is a sharding, or a tuple with one for each positional argument; each may be a tree prefix of its
     argument, or `None`, as for `jax.jit`.
     """
+    if not isinstance(in_shardings, jax.sharding.Sharding | Sequence):
+        raise TypeError(
+            "in_shardings= is a sharding, or a tuple with one for each positional argument, as for jax.jit; got "
+            f"{in_shardings!r:.99}."
+        )
     is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
     prefix = in_shardings if isinstance(in_shardings, jax.sharding.Sharding) else list(in_shardings)
     every = jax.tree.broadcast(prefix, list(args), is_leaf=is_leaf)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jaxsub.core.checks import require_function
 from jaxsub.core.errors import UnsupportedError
 
 Fixed = tuple[tuple[int, type, Any], ...]
@@ -117,6 +118,7 @@ def losing_nothing(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     At the call, an `UnsupportedError` names the function of ours in `jaxsub.flax.nnx` that keeps them.
     """
+    require_function(fun, name)
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:

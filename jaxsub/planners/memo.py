@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxsub.core.chain import Chain
+from jaxsub.core.errors import PlannerError
 from jaxsub.core.plan import Plan
 
 Answer = Callable[[int | None], Plan]
@@ -65,4 +66,10 @@ class Memo:
         if answer is None:
             answer = solved(self.planner, chain)
             self._answers = [*self._answers[1 - KEPT_CHAINS :], (chain, answer)]
-        return answer(budget_bytes)
+        plan = answer(budget_bytes)
+        if not isinstance(plan, Plan):
+            raise PlannerError(
+                f"a planner returns a jaxsub.Plan, as jaxsub.core.plan.plan_from_runs(chain, runs, ...) makes it; got "
+                f"{plan!r:.99} of {self.planner!r:.99}"
+            )
+        return plan

@@ -119,7 +119,7 @@ def get(policy: str | Policy | JaxPolicy | None) -> Policy | JaxPolicy:
 def _numbers(text: str, make: Callable[..., Policy]) -> Policy:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     wanted = len(inspect.signature(make).parameters)
-    if len(parts) > wanted or not all(part.isdigit() for part in parts):
+    if len(parts) > wanted or not all(part.isdecimal() for part in parts):
         raise PolicyError(f"{make.__name__}({text}): give at most {wanted} whole number.")
     return make(*map(int, parts))
 

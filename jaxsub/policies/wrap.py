@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxsub.core.checks import several
 from jaxsub.core.wrapped import name_of
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
@@ -53,7 +54,7 @@ def checkpoint(
         [[3.0, 3.0], [3.0, 3.0]]
     """
     found = get(policy)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    numbers = several(static_argnums, "static_argnums")
 
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:

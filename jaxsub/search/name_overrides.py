@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxsub.core.checks import is_whole
 from jaxsub.core.decisions import Segment
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan
@@ -38,7 +39,7 @@ class Overrides:
 
 def read_overrides(program: Program, counts: Mapping[str, int]) -> Overrides:
     """Find the values of mirror counts by name, 0 to save and more to recompute; refuse other names and counts."""
-    wrong = [f"{name!r}: {m!r}" for name, m in counts.items() if isinstance(m, bool) or not isinstance(m, int) or m < 0]
+    wrong = [f"{name!r}: {m!r}" for name, m in counts.items() if not is_whole(m) or m < 0]
     if wrong:
         raise ValueError(f"mirror counts must be integers of at least 0, got {', '.join(wrong)}")
     named: dict[str, list[int]] = {}

@@ -11,9 +11,10 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from jaxsub.core.budget import Budget
@@ -85,14 +86,20 @@ class Settings:
         return self.plan is not None or self.mirror is not None
 
     def __post_init__(self) -> None:
-        other = "budget" if self.budget != Budget() else "mirror" if self.mirror is not None else ""
-        if self.plan is not None and other:
-            raise ValueError(f"plan= is made already, and {other}= would plan anew; pass one of them")
+        others = {"budget": self.budget != Budget(), "mirror": self.mirror is not None,
+                  "planner": self.planner != "auto", "chunks": self.chunks != "auto"}  # fmt: skip
+        if self.plan is not None and (other := [name for name, is_given in others.items() if is_given]):
+            raise ValueError(f"plan= is made already, and {other[0]}= would plan anew; pass one of them")
+        if not isinstance(self.mirror, Iterable | Callable | None):
+            raise ValueError(
+                f"mirror= takes counts, for each equation or by name, or a function; got {self.mirror!r:.99}"
+            )
         if not (isinstance(self.chunks, bool | Mapping) or self.chunks == "auto"):
             raise ValueError(f'chunks is "auto", True, False or {{name or axis: count}}, got {self.chunks!r}')
         if self.effort not in EFFORTS:
             raise ValueError(f"effort is one of {', '.join(map(repr, EFFORTS))}, got {self.effort!r}")
-        if self.max_seconds is not None and not self.max_seconds > 0:
+        seconds = math.inf if self.max_seconds is None else self.max_seconds
+        if not (isinstance(seconds, Real) and seconds > 0):
             raise ValueError(f"max_seconds is None or a positive number of seconds, got {self.max_seconds!r}")
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from jaxsub.devices.aot import cross_compile, lower
 from jaxsub.devices.compile import measurement
 from jaxsub.devices.targets import get_target
 from jaxsub.jaxpr import compat
+from jaxsub.jaxpr.arguments import argument_name
 from jaxsub.jaxpr.shardings import spans_devices
 from jaxsub.jaxpr.static_leaves import losing_nothing
 from jaxsub.search import call_sites
@@ -194,7 +194,7 @@ class Step(Wrapped[P, R]):
         functools.update_wrapper(self, fun)
         check_jit_kwargs(jit_kwargs)
         self.fun = fun
-        self._plan = plan if plan is None or isinstance(plan, StepPlan) else StepPlan.load(os.fspath(plan))
+        self._plan = None if plan is None else StepPlan.of(plan)
         memory = self._plan.memory_bytes if memory is None and self._plan is not None else memory
         self.memory: Any = memory if memory == "device" else Budget.parse(memory)
         self.target = target
@@ -377,14 +377,11 @@ class Step(Wrapped[P, R]):
             told = jax.tree.broadcast(self._shardings, tuple(dynamic_args), is_leaf=_is_none)
             dynamic_args = jax.tree.map(_spread, tuple(dynamic_args), told, is_leaf=_is_none)
         return arguments_of(
-            dynamic_args, dynamic_kwargs, [self._name(i) for i in numbers], attempt.run.trace(*args, **kwargs)
+            dynamic_args,
+            dynamic_kwargs,
+            [argument_name(self.fun, i) for i in numbers],
+            attempt.run.trace(*args, **kwargs),
         )
-
-    def _name(self, number: int) -> str:
-        parameters = list(inspect.signature(self.fun).parameters.values())
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [p.name for p in parameters if p.kind in kinds]
-        return names[number] if number < len(names) else f"argument {number}"
 
 
 def _placed_type(leaf: Any) -> tuple[Any, Any]:

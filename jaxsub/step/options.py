@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxsub.core.checks import several
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import Statics
 from jaxsub.step.fused_update import Findings, donated_leaves, with_fused_updates
@@ -32,21 +33,21 @@ def check_jit_kwargs(given: dict[str, Any]) -> None:
 
 def statics_of(fun: Callable[..., Any], jit_kwargs: dict[str, Any]) -> Statics:
     """Which arguments of a step are static, as they were named to `jax.jit`."""
-    numbers, names = (jit_kwargs.get(f"static_arg{what}") for what in ("nums", "names"))
-    return Statics.of(fun, several(numbers, int), several(names, str))
+    return Statics.of(fun, *_named(jit_kwargs, "static"))
 
 
-def several(given: Any, kind: type) -> tuple[Any, ...]:
-    """What may be given as one or as several, as a tuple."""
-    return (given,) if isinstance(given, kind) else tuple(given or ())
+def _named(jit_kwargs: dict[str, Any], what: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Positions and names of the arguments that are `static`, or that `donate`."""
+    numbers, names = (several(() if (given := jit_kwargs.get(option)) is None else given, option)
+                      for option in (f"{what}_argnums", f"{what}_argnames"))  # fmt: skip
+    return numbers, names
 
 
 def fusing(
     run: Callable[..., Any], statics: Statics, jit_kwargs: dict[str, Any], findings: Findings | None = None
 ) -> Callable[..., Any]:
     """A step whose updates are inside its backward scans where they can be."""
-    given = Statics.of(run, *(several(jit_kwargs.get(f"donate_arg{what}"), kind)
-                              for what, kind in (("nums", int), ("names", str))))  # fmt: skip
+    given = Statics.of(run, *_named(jit_kwargs, "donate"))
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -179,15 +179,46 @@ def test_argnums_that_are_none(given):
             ask(argnums=given)
 
 
+WRONG_OPTIONS = {
+    "mirror": (1, "mirror= takes counts, for each equation or by name, or a function; got 1"),
+    "cache": (None, "cache= is True, False for in memory only, a directory or a store; got None"),
+    "in_shardings": (3, "in_shardings= is a sharding, or a tuple with one for each positional argument.* got 3"),
+    "static_argnums": (1.5, "static_argnums takes the positions of arguments.* got 1.5"),
+    "static_argnames": (3, "static_argnames takes the names of arguments.* got 3"),
+    "plan": (3, "this is 3, and no jaxsub plan; make a new one with jaxsub.plan"),
+}
+
+
+@pytest.mark.parametrize("option", WRONG_OPTIONS)
+def test_an_option_of_the_wrong_kind_is_named(option):
+    """Each says what it takes and what it got, instead of what failed inside."""
+    given, words = WRONG_OPTIONS[option]
+    with pytest.raises((TypeError, ValueError), match=words):
+        jaxsub.sublinear(layers, **{option: given})(W, X)
+
+
+@pytest.mark.parametrize("name", ["plan", "measure", "frontier", "explain", "residuals", "doctor", "sublinear", "jit"])
+def test_what_is_no_function_is_refused(name):
+    """Every call says at once that it takes a function."""
+    call, args = getattr(jaxsub, name), (X,) * (name not in ("sublinear", "jit"))
+    with pytest.raises(TypeError, match=f"jaxsub.{name} takes a function first, and options by name; got 3"):
+        call(3, *args)
+
+
+def test_a_step_of_no_function_is_refused_when_it_is_made():
+    with pytest.raises(TypeError, match=r"jaxsub\.jit takes a function first"):
+        jaxsub.jit(memory=0.5)(3)
+
+
 def test_positions_of_any_make():
     """NumPy's integers, lists and negative positions are positions."""
     assert make(layers, argnums=np.int64(1)).plan(W, X) == make(layers, argnums=[-1]).plan(W, X)
 
 
 def test_a_plan_leaves_nothing_to_plan():
-    """A plan beside a budget or mirror counts is refused."""
+    """A plan beside a budget, mirror counts, a planner or slices is refused."""
     plan = make(layers).plan(W, X)
-    for other in ({"budget": "1GiB"}, {"mirror": {"h": 1}}):
+    for other in ({"budget": "1GiB"}, {"mirror": {"h": 1}}, {"planner": "chen"}, {"chunks": {0: 2}}):
         with pytest.raises(ValueError, match=f"plan= is made already, and {next(iter(other))}= would plan anew"):
             make(layers, plan=plan, **other)
 

@@ -199,7 +199,13 @@ def test_mirror_counts_there_and_back(counts):
 
 @pytest.mark.parametrize(
     ("counts", "words"),
-    [([0, -1], r"m\(1\) = -1"), ([0.5], r"m\(0\) = 0.5"), ([True], r"m\(0\) = True"), ([-1, 0, 1.5], "-1, .* = 1.5")],
+    [
+        ([0, -1], r"m\(1\) = -1"),
+        ([0.5], r"m\(0\) = 0.5"),
+        ([True], r"m\(0\) = True"),
+        ([0, None], r"m\(1\) = None"),
+        ([-1, 0, 1.5], "-1, .* = 1.5"),
+    ],
 )
 def test_mirror_counts_that_are_none(counts, words):
     """Counts below 0 and what is no integer are refused, each by its node."""
@@ -246,6 +252,21 @@ def test_json_of_any_nesting(counts):
 def test_json_of_another_kind_says_which():
     with pytest.raises(ValueError, match=r"this is a jaxsub step plan, and no jaxsub plan; make a new one with jaxsub"):
         Plan.from_json(json.dumps({"jaxsub_step_plan": 4}))
+
+
+def test_a_plan_is_compared_with_a_plan_alone(tmp_path):
+    """Or with one that was saved; anything else is named."""
+    FULL.save(str(tmp_path / "p.json"))
+    assert not FULL.diff(tmp_path / "p.json")
+    for other in (3, None):
+        with pytest.raises(TypeError, match=f"this is {other}, and no jaxsub plan; make a new one with jaxsub.plan"):
+            FULL.diff(other)
+
+
+def test_steps_that_a_plan_does_not_have_are_not_drawn():
+    for inside in (0, -1, "loop"):
+        with pytest.raises(IndexError, match=f"inside={inside!r} is none of the 0 loops and runs in slices"):
+            FULL.plot(inside=inside)
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,9 @@ def test_an_error_inside_is_not_covered_by_another():
     """What went wrong inside comes out, and the model is as it was."""
     with pytest.raises(ZeroDivisionError), policies({"Blok": "save_costly"}):
         _ = 1 / 0
-    with pytest.raises(PolicyError, match="at least one"):
-        policies({})
+    for patterns in ({}, ["Block"], "Block"):
+        with pytest.raises(PolicyError, match=r"a mapping of patterns, at least one, to policies.* got"):
+            policies(patterns)
     with pytest.raises(PolicyError, match="module class or text"):
         policies({3: "save_costly"})
 

@@ -77,6 +77,12 @@ def test_a_planner_of_ones_own(monkeypatch):
     assert get("every_other")(uniform(4), None).n_regions == 2
 
 
+def test_a_planner_that_returns_no_plan_is_refused():
+    """The error says what a planner returns."""
+    with pytest.raises(PlannerError, match=r"a planner returns a jaxsub.Plan, as .*plan_from_runs.*; got None"):
+        Memo(lambda chain, budget_bytes: None)(uniform(4), None)
+
+
 @pytest.mark.parametrize(("name", "planner"), [("a b", EveryOther()), ("ok", 3), ("ok", EveryOther)])
 def test_bad_registrations_are_refused(name, planner):
     """A name that could not be asked for, or a planner that cannot be called, is refused."""

@@ -243,6 +243,7 @@ def test_numbers_are_arguments_and_a_function_may_compute_nothing(policy):
         ("sqrt(2)", PolicyError, "nothing in parentheses"),
         ("recursive(0)", PolicyError, "at least 1"),
         ("recursive(two)", PolicyError, "whole number"),
+        ("recursive(\u00b2)", PolicyError, "whole number"),
         ("save_within", BudgetError, "GiB"),
         ("save_within(8 bananas)", BudgetError, "bananas"),
         ("save_costly(exp)", PolicyError, r"\+name"),

@@ -281,8 +281,15 @@ def test_a_frontier_is_shown():
 
 def test_too_few_points_are_refused():
     """A frontier of one point is none."""
-    with pytest.raises(ValueError, match="at least 2 points"):
-        jaxsub.frontier(layers, *SHAPES, points=1)
+    for points in (1, 2.5, "8", True):
+        with pytest.raises(ValueError, match=f"points= is a whole number of at least 2, got {points!r}"):
+            jaxsub.frontier(layers, *SHAPES, points=points)
+
+
+def test_a_frontier_marks_bytes():
+    """A fraction is refused: it would not be marked."""
+    with pytest.raises(jaxsub.BudgetError, match=r"marks bytes.* got the fraction budget=0.5"):
+        jaxsub.frontier(layers, *SHAPES, budget=0.5)
 
 
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=60, unique=True), st.integers(2, 12))

@@ -266,3 +266,14 @@ def test_a_plan_of_a_function_is_no_plan_of_a_step():
     """Each kind of plan says what the other is not."""
     with pytest.raises(ValueError, match="this is a jaxsub plan, and no jaxsub step plan"):
         StepPlan.from_json(Plan("f", jaxsub.Budget(), 2).to_json())
+
+
+def test_a_plan_of_the_other_kind_is_refused_as_it_is_from_a_file(plan):
+    """So it is where a plan is given, and where two are compared."""
+    single = Plan("f", jaxsub.Budget(), 2)
+    for use in (lambda: jaxsub.jit(step_of(loss), plan=single), lambda: plan.diff(single)):
+        with pytest.raises(TypeError, match="this is a jaxsub plan, and no jaxsub step plan; make a new one with"):
+            use()
+    for use in (lambda: jaxsub.sublinear(loss.fun, plan=plan), lambda: single.diff(plan)):
+        with pytest.raises(TypeError, match="this is a jaxsub step plan, and no jaxsub plan; make a new one with"):
+            use()
