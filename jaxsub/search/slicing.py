@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsub.core.checks import is_whole
 from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import JaxsubError
 from jaxsub.core.graph import Value
@@ -28,6 +29,7 @@ from jaxsub.costs.slice_time import TILE_ROWS, SliceTime, least_rows, product_dt
 from jaxsub.devices.targets import Target
 from jaxsub.emission.bodies import bodies_of_node
 from jaxsub.emission.folding import run_of, still_of
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
 from jaxsub.jaxpr.axis import NotIndependent, Step
 from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
@@ -149,9 +151,9 @@ def asked(program: Program, chunks: Mapping[Any, int]) -> tuple[Slices, ...]:
 
 
 def _asked(program: Program, key: Any, count: int) -> Slices:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 2:
+    if not is_whole(count) or count < 2:
         raise ChunksError(f"chunks={{{key!r}: {count!r}}}: the number of slices must be an int of at least 2.")
-    n = len(program.eqns)
+    key, count, n = int(key) if is_whole(key) else str(key), int(count), len(program.eqns)
     within, part, (start, stop) = ((), program, (0, n)) if isinstance(key, int) else _named(program, key)
     widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
     is_last = part.loss is not None and not any(node.is_costly for node in part.graph.nodes[stop:])
@@ -163,6 +165,9 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
         if found is not None:
             break
     else:
+        if isinstance(key, int) and not seeds:
+            raise ChunksError(_no_dimension(program, key))
+        refused += [why for axis in axes for why in _ended(part, axis)]
         raise ChunksError(_refusal(key, refused, program.is_sharded))
     if found.axis.length < count:
         raise ChunksError(f"chunks={{{key!r}: {count}}}: the axis has no more than {found.axis.length} units.")
@@ -172,6 +177,24 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
             f"slices must divide the {found.axis.length // found.split.parts} units that each of them holds."
         )
     return replace(found, within=within, weight=_weight(program, within)).slices(program, count)
+
+
+def _no_dimension(program: Program, dim: int) -> str:
+    given = (v for v in range(len(program.invars)) if v not in program.differentiated)
+    there = ", ".join(f"`{program.graph.values[v].name}` {program.invars[v].aval.str_short()}" for v in given)
+    return (
+        f"chunks= names dimension {dim} of the batch, but no argument that is read and not differentiated has it, with "
+        f"more than one element (found {there or 'none'}). Name another dimension, or leave it out."
+    )
+
+
+def _ended(program: Program, found: Found) -> Iterator[NotIndependent]:
+    """Why little of what a run makes has an axis: equations that read it and do not return it."""
+    along = {v for v, place in found.axis.places.items() if isinstance(place, Place)}
+    along.add(program.variable(found.value))
+    for eqn in program.eqns[found.start : found.stop]:
+        if not along.isdisjoint(filter(compat.is_var, eqn.invars)) and along.isdisjoint(eqn.outvars):
+            yield NotIndependent(eqn, "the axis ends there, and most of the memory is behind it")
 
 
 def _refusal(key: Any, refused: Sequence[NotIndependent], is_sharded: bool) -> str:

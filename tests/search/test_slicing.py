@@ -238,7 +238,7 @@ def test_a_budget_that_fits_anyway_gets_no_slices():
     assert jaxsub.plan(classify, HEAD, X, Y, budget="1GiB").slices == ()
 
 
-@pytest.mark.parametrize("chunks", [{"head": 4}, {0: 5}])
+@pytest.mark.parametrize("chunks", [{"head": 4}, {0: 5}, {np.int64(0): np.int64(5)}])
 def test_slices_by_name_or_axis(chunks):
     """A named scope, or the whole function along the batch, runs in as many slices as asked."""
     smaller = jaxsub.sublinear(classify, verify=False, chunks=chunks)
@@ -261,7 +261,14 @@ def test_slices_by_name_or_axis(chunks):
         (batch_norm, {0: 4}, r"dimension 0 of the batch, which is not independent. `sub` at test_slicing.py:\d+"),
         (batch_norm, {"tail": 4}, "no equation is in a named scope or function of that name. Scopes are 'norm'"),
         (batch_norm, {0: 1}, "must be an int of at least 2"),
-        (batch_norm, {7: 2}, "no value there has an axis"),
+        (batch_norm, {7: 2}, r"no argument that is read and not differentiated has it.* \(found `arg1` float32\["),
+        (
+            batch_norm,
+            {1: 4},
+            r"dimension 1 of the batch, which is not independent. `dot_general` at test_sl",
+        ),
+        (batch_norm, {-1: 2}, r"`dot_general` at test_slicing.py:\d+ .*: the axis ends there"),
+        (mlp, {True: 2}, "no equation is in a named scope or function of that name"),
     ],
 )
 def test_what_cannot_be_sliced_is_said(loss, chunks, words):
