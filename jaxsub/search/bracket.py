@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxsub.core.budget import format_bytes
 from jaxsub.core.tuning import TUNING
 
 
@@ -73,19 +74,29 @@ class Bracket:
         return min(met, TUNING.bracket_leap * quantity) if self.low else met
 
 
+FLAT = 1024
+"""Of a batch so many times as large that takes the same bytes, no batch will ever take more."""
+
+
 def largest(bytes_of: Callable[[int], int], limit: int, unit: int, known: int = 0) -> int:
     """Find the largest multiple of `unit` whose bytes, about linear in it, are within a limit; 0 if none is.
 
-    A batch that is known to fit may be given.
+    A batch that is known to fit may be given. `ValueError` if bytes do not grow with it.
 
     Example:
         >>> largest(lambda n: 100 + 7 * n, 1000, unit=4)
         128
     """
-    seen = Bracket(limit)
+    seen, firsts = Bracket(limit), dict[int, int]()
     batch = known or unit
     while True:
-        seen.add(batch, bytes_of(batch))
+        n_bytes = bytes_of(batch)
+        seen.add(batch, n_bytes)
+        if batch >= FLAT * (first := firsts.setdefault(n_bytes, batch)):
+            raise ValueError(
+                f"A batch of {batch} takes no more memory than one of {first}: {format_bytes(n_bytes)}. There is no "
+                "largest. The step, or its arguments, must depend on the batch that step_for_batch is given."
+            )
         low = int(seen.low[0]) if seen.low else 0
         if seen.high is not None and seen.high[0] - low <= unit:
             return low

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxsub.api.sublinear import AnyCache
 from jaxsub.core.budget import Budget, format_bytes
+from jaxsub.core.checks import whole
 from jaxsub.core.errors import BudgetError, InfeasibleBudgetError
 from jaxsub.core.plan import Plan
 from jaxsub.devices.targets import get_target
@@ -76,7 +77,9 @@ def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[An
 
     Raises:
         BudgetError: If `memory` is no number of bytes, or the device does not say what it has.
-        InfeasibleBudgetError: If the step fits with no batch at all; it says what holds the memory.
+        InfeasibleBudgetError: If the step fits with no batch at all; it says what holds the memory. Or if a function in
+            it does not fit a budget of its own; a note says with which batch.
+        ValueError: If `multiple_of` is no whole number of at least 1, or no batch takes more memory than others.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxsub
@@ -93,31 +96,20 @@ def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[An
         >>> found.plain < found.planned
         True
     """
-    if multiple_of < 1:
-        raise ValueError(f"a batch is a multiple of at least 1, got multiple_of={multiple_of}")
+    unit = whole(multiple_of, "multiple_of", 1)
     n_bytes = device_bytes(get_target(target)) if memory == "device" else Budget.parse(memory).n_bytes
     if n_bytes is None:
         raise BudgetError(f'memory={memory!r} is no number of bytes: pass "24GiB", an int, or "device".')
     with Progress(progress) as told:
         batches = _Batches(step_for_batch, n_bytes, target, cache, jit_kwargs, told)
-        plain = largest(batches.plain_bytes, n_bytes, multiple_of)
-        batches.find_least(plain or multiple_of)
-        planned = largest(batches.least_bytes, n_bytes, multiple_of, plain) if batches.least else plain
-        if batches.least and not any(plan.slices for plan in batches.least):  # small batches have no use for slices
-            batches.find_least(max(planned, plain) + multiple_of)
-            planned = largest(batches.least_bytes, n_bytes, multiple_of, max(planned, plain))
-        while True:
-            planned = max(planned, plain, multiple_of)
-            try:
-                found = BatchSizes(n_bytes, plain, planned, batches.report(planned))
-                if progress:
-                    say(f"the largest batch is {planned}, {plain} without a plan, in {format_bytes(n_bytes)}", 0.0)
-                return found
-            except InfeasibleBudgetError as error:
-                if planned <= max(plain, multiple_of):
-                    raise
-                fewer = min(planned - multiple_of, planned * n_bytes // error.least_bytes)
-                planned = fewer // multiple_of * multiple_of
+        try:
+            found = batches.sizes(unit)
+        except InfeasibleBudgetError as error:
+            error.add_note(f"That was with a batch of {batches.tried}; max_batch begins with multiple_of={unit}.")
+            raise
+    if progress:
+        say(f"the largest batch is {found.planned}, {found.plain} without a plan, in {format_bytes(n_bytes)}", 0.0)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -131,9 +123,28 @@ class _Batches:
     jit_kwargs: dict[str, Any]
     told: Callable[[str], None]
     least: list[Plan] = field(init=False, default_factory=list)
+    tried: int = field(init=False, default=0)
+
+    def sizes(self, unit: int) -> BatchSizes:
+        """The largest multiples of a unit; `InfeasibleBudgetError` if there are none."""
+        n_bytes = self.n_bytes
+        plain = largest(self.plain_bytes, n_bytes, unit)
+        self.find_least(plain or unit)
+        planned = largest(self.least_bytes, n_bytes, unit, plain) if self.least else plain
+        if self.least and not any(plan.slices for plan in self.least):  # small batches have no use for slices
+            self.find_least(max(planned, plain) + unit)
+            planned = largest(self.least_bytes, n_bytes, unit, max(planned, plain))
+        while True:
+            planned = max(planned, plain, unit)
+            try:
+                return BatchSizes(n_bytes, plain, planned, self.report(planned))
+            except InfeasibleBudgetError as error:
+                if planned <= max(plain, unit):
+                    raise
+                planned = min(planned - unit, planned * n_bytes // error.least_bytes) // unit * unit
 
     def _step(self, batch: int) -> tuple[Step[..., Any], tuple[Any, ...]]:
-        found = self.step_for_batch(batch)
+        self.tried, found = batch, self.step_for_batch(batch)
         match found:
             case (fun, [*args]) if callable(fun):
                 return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)

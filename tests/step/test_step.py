@@ -459,12 +459,32 @@ def test_a_batch_that_cannot_be_found_says_why():
 
     with pytest.raises(jaxsub.BudgetError, match="no number of bytes"):
         jaxsub.max_batch(step_for_batch, memory=0.5)
-    with pytest.raises(ValueError, match="multiple_of=0"):
-        jaxsub.max_batch(step_for_batch, memory="1GiB", multiple_of=0)
+    for unit in (0, 8.0, "8", True):
+        with pytest.raises(ValueError, match=f"multiple_of= is a whole number of at least 1, got {unit!r}"):
+            jaxsub.max_batch(step_for_batch, memory="1GiB", multiple_of=unit)
     with pytest.raises(TypeError, match=r"step_for_batch\(1\) must return a step and a tuple of its arguments, got <"):
         jaxsub.max_batch(lambda n: step_of(loss), memory="1GiB")
     with pytest.raises(jaxsub.InfeasibleBudgetError, match="wrap the loss"):
         jaxsub.max_batch(step_for_batch, memory="10KiB", progress=False)
+
+
+def test_a_step_that_takes_the_same_with_every_batch_is_refused():
+    """A slip in `step_for_batch` is noticed after a few batches."""
+    tried = []
+    with pytest.raises(ValueError, match=r"A batch of \d+ takes no more memory than one of 64: .*step_for_batch"):
+        jaxsub.max_batch(lambda n: tried.append(n) or (jnp.add, batch()), memory="1GiB", multiple_of=64, progress=False)
+    assert len(tried) <= 12
+
+
+def test_a_function_whose_own_budget_does_not_fit_says_with_which_batch():
+    """It is no fault of the step's memory: a note on the function's refusal says which batch was tried."""
+    small = jaxsub.sublinear(loss, budget=100)
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match="100 bytes") as caught:
+        jaxsub.max_batch(
+            lambda n: (step_of(small), (*jax.eval_shape(state), *[jax.ShapeDtypeStruct((n, DIM), jnp.float32)] * 2)),
+            memory="1GiB", multiple_of=jnp.int32(32), progress=False,
+        )  # fmt: skip
+    assert "That was with a batch of 32; max_batch begins with multiple_of=32." in caught.value.__notes__
 
 
 def test_a_step_without_a_planned_loss_says_so():
