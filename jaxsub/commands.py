@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ import jax
 
 from jaxsub.api.explain import explain as make_explanation
 from jaxsub.api.frontier import frontier as make_frontier
-from jaxsub.api.sublinear import plan as make_plan
+from jaxsub.api.sublinear import Sublinear, sublinear
 from jaxsub.core import codec
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.errors import BudgetError, InfeasibleBudgetError, JaxsubError, PlannerError
@@ -94,8 +95,8 @@ def main() -> None:
 
 @main.command(epilog=EXAMPLES)
 @_target_options
-@click.option("--budget", help="8GiB, 512MB, a number of bytes, or a fraction such as 0.4 of what it needs now.")
-@click.option("--planner", default="auto", show_default=True, help=f"One of {', '.join(planner_names())}.")
+@click.option("--budget", help="8GiB, 512MB, bytes, or 0.4 of what it needs now; else FUNCTION's own.")
+@click.option("--planner", help=f"One of {', '.join(planner_names())}; else its own, or auto.")
 @click.option("--verify/--no-verify", default=None, help="Compile the plan and measure it, or trust predictions.")
 @click.option("--chunks", metavar="auto|on|off|NAME=COUNT", help=CHUNKS_HELP)
 @click.option("--step", "is_step", is_flag=True, help="FUNCTION is a whole step: --budget, or `device`, is for it all.")
@@ -109,17 +110,18 @@ def plan(target: str | None, json_path: str | None, html_path: str | None, **giv
 
     Of several targets, as in --target v100,a100,h100,h200, the plan for each; {target} in paths is then its name.
     """
-    targets = [_target(name) for name in (target.split(",") if target else (None,))]
+    targets = [_target(name) for name in target.split(",")] if target else [None]
     for path in (json_path, html_path) if len(targets) > 1 else ():
         if path and "{target}" not in path:
             raise click.UsageError(f"several targets need several files: write '{{target}}' in {path!r}.")
     codes = []
     for one in targets:
-        paths = [path and path.replace("{target}", one.name) for path in (json_path, html_path)]
+        name = (one or get_target(None)).name
+        paths = [path and path.replace("{target}", name) for path in (json_path, html_path)]
         if len(targets) == 1:
             codes.append(_plan(one, *paths, **given))
             continue
-        click.echo(f"{one.name}:")
+        click.echo(f"{name}:")
         try:
             codes.append(_plan(one, *paths, **given))
         except click.ClickException as error:
@@ -130,19 +132,20 @@ def plan(target: str | None, json_path: str | None, html_path: str | None, **giv
     sys.exit(max(codes))
 
 
-def _plan(target: Target, json_path: str | None, html_path: str | None, *, function: str, arguments: str,
-          argnums: str | None, budget: str | None, planner: str, verify: bool | None, chunks: str | None, is_step: bool,
-          donate: str | None, max_memory: str | None, check: bool) -> int:  # fmt: skip
+def _plan(target: Target | None, json_path: str | None, html_path: str | None, *, function: str, arguments: str,
+          argnums: str | None, budget: str | None, planner: str | None, verify: bool | None, chunks: str | None,
+          is_step: bool, donate: str | None, max_memory: str | None, check: bool) -> int:  # fmt: skip
     """Plan for one target, print and write the plan; the exit code."""
     with _friendly():
         limit, sliced = _limit(max_memory, check), _chunks(chunks, is_step)
-        fun, args = _load(function), _arguments(arguments)
+        fun, args = _function(function), _arguments(arguments)
         try:
             if is_step:
-                made: Plan | StepPlan = _fitted(fun, args, budget or max_memory, target, donate).plan(*args)
+                planned: Any = _fitted(fun, args, budget, max_memory, target, donate)
             else:
-                made = make_plan(fun, *args, budget=budget, planner=planner, verify=True if check else verify,
-                                 target=target, argnums=_argnums(argnums), chunks=sliced)  # fmt: skip
+                planned = _sublinear(fun, budget=budget, planner=planner, verify=True if check else verify,
+                                     target=target, argnums=_numbers(argnums), chunks=sliced)  # fmt: skip
+            made: Plan | StepPlan = planned.plan(*args)
         except InfeasibleBudgetError as error:
             if check:
                 _verdict(limit, error.least_bytes, {}, json_path)
@@ -163,19 +166,44 @@ def _limit(max_memory: str | None, check: bool) -> int:
     return n_bytes
 
 
-def _fitted(fun: Any, args: tuple[Any, ...], memory: str | None, target: Target, donate: str | None) -> Step[..., Any]:
-    """A step under a memory: its own, or the one that is given."""
-    if isinstance(fun, Step):
-        return fun
-    if memory is None:
-        raise click.UsageError("--step needs --budget or --max-memory, or a step made by jaxsub.jit(memory=...).")
+def _sublinear(fun: Any, **options: Any) -> Sublinear[..., Any]:
+    """A function under the options that are given; one that is made by `sublinear` has its own beside them."""
+    given = {name: option for name, option in options.items() if option is not None}
+    if "budget" in given:
+        given["budget"] = Budget.parse(given["budget"])
+    own, settings, *statics = (fun if isinstance(fun, Sublinear) else sublinear(fun)).made_of()
     try:
-        donated = _argnums(donate) if donate is not None else donated_argnums(fun, args)
-    except ValueError as error:
+        return Sublinear(own, replace(settings, **given), *statics)
+    except ValueError as error:  # it has a plan, which leaves nothing to plan
         raise click.UsageError(str(error)) from error
+
+
+def _fitted(fun: Any, args: tuple[Any, ...], budget: str | None, max_memory: str | None, target: Target | None,
+            donate: str | None) -> Step[..., Any]:  # fmt: skip
+    """A step under a memory, target and donations: those that are given, or else its own."""
+    donated = _donated(donate, len(args))
+    if isinstance(fun, Step):
+        run, memory, own, cache, progress, jit_kwargs, *others = fun.made_of()
+        if donated is not None:
+            jit_kwargs = {**jit_kwargs, "donate_argnums": donated, "donate_argnames": None}
+        return Step(run, budget or memory, target or own, cache, progress, jit_kwargs, *others)
+    if (memory := budget or max_memory) is None:
+        raise click.UsageError("--step needs --budget or --max-memory, or a step made by jaxsub.jit(memory=...).")
+    if donated is None:
+        try:
+            donated = donated_argnums(fun, args)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
     run = getattr(fun, "__wrapped__", fun) if hasattr(fun, "trace") else fun
     fitted = jit(run, memory=memory, target=target, donate_argnums=donated)
     return cast(Step[..., Any], fitted)  # checkers choose among overloads by the type of what is wrapped
+
+
+def _donated(text: str | None, n_args: int) -> tuple[int, ...] | None:
+    found = _numbers(text, "--donate")
+    if far := [number for number in found or () if not -n_args <= number < n_args]:
+        raise click.UsageError(f"--donate names argument {far[0]}, but --args gives {n_args}, from 0 on.")
+    return found
 
 
 def _verdict(limit: int, taken: int, metrics: dict[str, float], json_path: str | None) -> int:
@@ -196,7 +224,7 @@ def explain(function: str, arguments: str, target: str | None, argnums: str | No
     """Say where the memory of FUNCTION goes, and what budgets are within reach."""
     with _friendly():
         found = make_explanation(
-            _load(function), *_arguments(arguments), target=_target(target), argnums=_argnums(argnums)
+            _function(function), *_arguments(arguments), target=_target(target), argnums=_numbers(argnums)
         )
     _show(found, html_path)
 
@@ -211,8 +239,8 @@ def frontier(function: str, arguments: str, target: str | None, argnums: str | N
              plot_path: str | None, html_path: str | None) -> None:  # fmt: skip
     """Show what every budget buys FUNCTION: memory against recomputation."""
     with _friendly():
-        found = make_frontier(_load(function), *_arguments(arguments), points=points, target=_target(target),
-                              verify=verify, argnums=_argnums(argnums))  # fmt: skip
+        found = make_frontier(_function(function), *_arguments(arguments), points=points, target=_target(target),
+                              verify=verify, argnums=_numbers(argnums))  # fmt: skip
     _show(found, html_path)
     if plot_path:
         _write_plot(plot_path, found)
@@ -227,7 +255,7 @@ def doctor(function: str, arguments: str, target: str | None, argnums: str | Non
            json_path: str | None, html_path: str | None) -> None:  # fmt: skip
     """Say what is wrong with the memory of a loss or a step, FUNCTION, and the line that mends it."""
     with _friendly():
-        found = diagnose(_load(function), *_arguments(arguments), target=_target(target), argnums=_argnums(argnums),
+        found = diagnose(_function(function), *_arguments(arguments), target=_target(target), argnums=_numbers(argnums),
                          verify=verify)  # fmt: skip
     _show(found, html_path, json_path, lambda: codec.write(found, indent=1))
 
@@ -270,6 +298,13 @@ def _load(path: str) -> Any:
     return found
 
 
+def _function(path: str) -> Any:
+    """The function at such a path."""
+    if not callable(found := _load(path)):
+        raise click.UsageError(f"{path} is no function, but a {type(found).__name__}. Name a loss or a step.")
+    return found
+
+
 def _module(name: str) -> Any:
     """Import a module by name or file, from the current folder too."""
     path = Path(name)
@@ -304,12 +339,12 @@ def _target(name: str | None) -> Target:
         raise click.UsageError(str(error)) from error
 
 
-def _chunks(text: str | None, is_step: bool) -> Chunks:
+def _chunks(text: str | None, is_step: bool) -> Chunks | None:
     """What `chunks=` is to be."""
     if text is not None and is_step:
         raise click.UsageError("--chunks is for one function: in a step, pass chunks= to its jaxsub.sublinear.")
     if text in (None, "auto", "on", "off"):
-        return "auto" if text in (None, "auto") else text == "on"
+        return text if text in (None, "auto") else text == "on"
     counts: dict[Any, int] = {}
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\S.*?)\s*=\s*([0-9]{1,9})\s*", part)
@@ -325,14 +360,13 @@ def _chunks(text: str | None, is_step: bool) -> Chunks:
     return counts
 
 
-def _argnums(text: str | None) -> int | tuple[int, ...] | None:
+def _numbers(text: str | None, option: str = "--argnums") -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        numbers = tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise click.UsageError(f"--argnums takes whole numbers such as 0 or 0,1, got {text!r}.") from error
-    return numbers[0] if len(numbers) == 1 else numbers
+        raise click.UsageError(f"{option} takes whole numbers such as 0 or 0,1, got {text!r}.") from error
 
 
 def _show(found: Any, html_path: str | None, json_path: str | None = None, to_json: Callable[[], str] = str) -> None:

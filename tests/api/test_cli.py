@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 from click.testing import CliRunner
@@ -34,6 +35,8 @@ classes = jax.ShapeDtypeStruct((16, 4096), jnp.float32), jax.ShapeDtypeStruct((1
 arrays = ([jnp.ones((4, 4))] * 4, jnp.ones((8, 4)))
 wide = ([jnp.ones((16, 16))] * 12, jnp.ones((512, 16)))
 planned = jaxsub.sublinear(loss)
+sized = jaxsub.sublinear(loss, budget=0.6, planner="chen", chunks=False)
+decided = jaxsub.sublinear(loss, plan=jaxsub.Plan("f", jaxsub.Budget(), 1))
 
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state, x):
@@ -41,6 +44,7 @@ def step(state, x):
     ms = [0.9 * m + g for m, g in zip(moments, jax.grad(planned)(ws, x))]
     return [w - 0.1 * m for w, m in zip(ws, ms)], ms
 
+fitted = jaxsub.jit(step.__wrapped__, memory="1GiB", donate_argnums=0)
 stepped = jax.jit(lambda n, state, x: step(state, x), static_argnums=0)
 
 def numbered():
@@ -144,6 +148,43 @@ def test_a_step_is_planned_and_its_plan_is_given_back(run, tmp_path):
     assert (tmp_path / "p.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.parametrize(
+    ("options", "budget", "planner"),
+    [([], "60% of plain", "chen"), (["--budget", "0.7"], "70% of plain", "chen"),
+     (["--planner", "optimal"], "60% of plain", "optimal")],
+)  # fmt: skip
+def test_the_options_of_a_planned_function_are_its_own_until_they_are_given(run, tmp_path, options, budget, planner):
+    """A budget and a planner that a loss was decorated with hold, each unless the command gives another."""
+    given = ("toy_train:sized", "--args", "toy_train:example_args", "--no-verify", "--json", "p.json")
+    found = run("plan", *given, *options)
+    assert found.exit_code == 0, found.output
+    plan = Plan.load(str(tmp_path / "p.json"))
+    assert (str(plan.budget), plan.planner) == (budget, planner)
+
+
+def test_a_check_keeps_to_the_functions_own_budget(run):
+    """It does not take what it takes planned without one."""
+    checks = ("--args", "toy_train:example_args", "--check", "--max-memory", "1GiB", "--json", "-")
+    taken = [json.loads(run("plan", f"toy_train:{f}", *checks).stdout)["needed_bytes"] for f in ("sized", "planned")]
+    assert taken[0] != taken[1]
+
+
+FITTED = ("toy_train:fitted", "--args", "toy_train:state", "--step")
+
+
+def test_a_step_under_jaxsub_jit_takes_another_memory_and_donation(run, tmp_path):
+    """What the command gives holds; without it the step's own does."""
+    memory, donated = {}, {}
+    for name, options in {"own": (), "less": ("--budget", "0.8"), "kept": ("--donate", "1")}.items():
+        with warnings.catch_warnings(action="ignore"):  # the batch is donated in vain
+            found = run("plan", *FITTED, *options, "--json", f"{name}.json")
+        assert found.exit_code == 0, found.output
+        plan = StepPlan.load(str(tmp_path / f"{name}.json"))
+        memory[name], donated[name] = plan.memory_bytes, plan.measurement.alias_bytes
+    assert memory["less"] < memory["own"] == memory["kept"] == 2**30
+    assert donated["kept"] == 0 < donated["own"] == donated["less"]
+
+
 @pytest.mark.parametrize("what", [STEP, LOSS])
 @pytest.mark.parametrize(("memory", "code"), [("1GiB", 0), ("20KiB", 1)])
 def test_a_memory_is_checked(run, what, memory, code):
@@ -225,6 +266,18 @@ WRONG = {
     "no target": (("plan", *LOSS, "--target", "h99"), 2, "no target 'h99'"),
     "one file for two": (("plan", *LOSS, "--target", "cpu,h100", "--json", "p.json"), 2, "'{target}' in 'p.json'"),
     "no second target": (("plan", *LOSS, "--target", "cpu,h99"), 2, "no target 'h99'"),
+    "no donation": (("plan", *STEP, "--budget", "0.8", "--donate", "x"), 2, "--donate takes whole numbers"),
+    "no argument to donate": (
+        ("plan", *STEP, "--budget", "0.8", "--donate", "9"),
+        2,
+        "--donate names argument 9, but --args gives 2",
+    ),
+    "no function": (("plan", "toy_train:number", "--args", "toy_train:arrays"), 2, "is no function, but a int"),
+    "a planned function": (
+        ("plan", "toy_train:decided", "--args", "toy_train:arrays", "--budget", "0.5"),
+        2,
+        "plan= is made already, and budget= would plan anew",
+    ),
     "no argnums": (("plan", *LOSS, "--argnums", "first"), 2, "--argnums takes whole numbers"),
     "too little": (("plan", *LOSS, "--budget", "10", "--no-verify"), 1, "below the least"),
     "not differentiable": (
