@@ -171,7 +171,8 @@ def _sublinear(fun: Any, **options: Any) -> Sublinear[..., Any]:
     given = {name: option for name, option in options.items() if option is not None}
     if "budget" in given:
         given["budget"] = Budget.parse(given["budget"])
-    own, settings, *statics = (fun if isinstance(fun, Sublinear) else sublinear(fun)).made_of()
+    plain: Any = fun if isinstance(fun, Sublinear) else sublinear(fun)
+    own, settings, *statics = plain.made_of()
     try:
         return Sublinear(own, replace(settings, **given), *statics)
     except ValueError as error:  # it has a plan, which leaves nothing to plan

@@ -38,7 +38,7 @@ def several(given: Any, option: str, least: int = 0) -> tuple[Any, ...]:
     are_names = not option.endswith("nums")
     is_right: Callable[[Any], bool] = (lambda one: isinstance(one, str)) if are_names else is_whole
     is_one = isinstance(given, str) or is_right(given) or not isinstance(given, Iterable)
-    found = (given,) if is_one else tuple(given)
+    found: tuple[Any, ...] = (given,) if is_one else tuple(given)
     if len(found) < least or not all(map(is_right, found)):
         kind = "names of arguments, as JAX does: 'x'" if are_names else "positions of arguments, as JAX does: 0"
         raise TypeError(f"{option} takes the {kind}, or several of them; got {given!r:.99}.")
@@ -48,4 +48,4 @@ def several(given: Any, option: str, least: int = 0) -> tuple[Any, ...]:
 def require_function(fun: Any, call: str) -> None:
     """Refuse what cannot be called where a function is wanted."""
     if not callable(fun):
-        raise TypeError(f"jaxsub.{call} takes a function first, and options by name; got {fun!r:.99}.")
+        raise TypeError(f"jaxsub.{call} takes a function, and options such as the budget by name; got {fun!r:.99}.")

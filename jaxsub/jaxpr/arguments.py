@@ -33,7 +33,9 @@ class Statics:
     argnames: frozenset[str]
 
     @classmethod
-    def of(cls, fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]) -> Statics:
+    def of(
+        cls, fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str], what: str = "static"
+    ) -> Statics:
         """Complete positions and names from the function's signature, as `jax.jit` does."""
         try:
             parameters = list(inspect.signature(fun).parameters.values())
@@ -45,10 +47,10 @@ class Statics:
         places |= {i for i, p in enumerate(ordered) if p.name in argnames}
         far = sorted(places - set(range(len(ordered))))
         if far and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise ValueError(f"static_argnums names {far}, but the function takes {len(ordered)} positional arguments")
+            raise ValueError(f"{what}_argnums names {far}, but the function takes {len(ordered)} positional arguments")
         unknown = set(argnames) - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"static_argnames names {sorted(unknown)}, which are no parameters of the function")
+            raise ValueError(f"{what}_argnames names {sorted(unknown)}, which are no parameters of the function")
         return cls(fun, frozenset(places), frozenset(names))
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:

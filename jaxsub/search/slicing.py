@@ -157,7 +157,7 @@ def _asked(program: Program, key: Any, count: int) -> Slices:
     within, part, (start, stop) = ((), program, (0, n)) if isinstance(key, int) else _named(program, key)
     widest = max(sum(part.graph.values[v].n_bytes for v in n.outputs) for n in part.graph.nodes[start:stop])
     is_last = part.loss is not None and not any(node.is_costly for node in part.graph.nodes[stop:])
-    refused: list[NotIndependent] = []
+    seeds, axes, refused = list[tuple[int, int]](), list[Found](), list[NotIndependent]()
     for end in dict.fromkeys((n, stop) if is_last else (stop,)):  # up to the loss no slice is recomputed
         seeds = batch_seeds(program, key) if isinstance(key, int) else seeds_of_run(part, start, end)
         axes, refused = _follow_all(part, start, end, seeds)

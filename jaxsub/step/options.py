@@ -47,7 +47,7 @@ def fusing(
     run: Callable[..., Any], statics: Statics, jit_kwargs: dict[str, Any], findings: Findings | None = None
 ) -> Callable[..., Any]:
     """A step whose updates are inside its backward scans where they can be."""
-    given = Statics.of(run, *_named(jit_kwargs, "donate"))
+    given = Statics.of(run, *_named(jit_kwargs, "donate"), "donate")
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:

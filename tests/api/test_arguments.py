@@ -201,12 +201,12 @@ def test_an_option_of_the_wrong_kind_is_named(option):
 def test_what_is_no_function_is_refused(name):
     """Every call says at once that it takes a function."""
     call, args = getattr(jaxsub, name), (X,) * (name not in ("sublinear", "jit"))
-    with pytest.raises(TypeError, match=f"jaxsub.{name} takes a function first, and options by name; got 3"):
+    with pytest.raises(TypeError, match=f"jaxsub.{name} takes a function, and options .* by name; got 3"):
         call(3, *args)
 
 
 def test_a_step_of_no_function_is_refused_when_it_is_made():
-    with pytest.raises(TypeError, match=r"jaxsub\.jit takes a function first"):
+    with pytest.raises(TypeError, match=r"jaxsub\.jit takes a function"):
         jaxsub.jit(memory=0.5)(3)
 
 
@@ -230,6 +230,12 @@ def test_options_that_jit_does_not_take():
             jaxsub.jit(memory=memory, donate_args=0)
     with pytest.raises(TypeError, match="takes no 'memroy'; did you mean 'memory'"):
         jaxsub.jit(layers, memroy="1GiB")
+
+
+def test_donated_arguments_that_are_not_there_are_named_as_such():
+    step = jaxsub.jit(layers, memory="1GiB", donate_argnums=9)
+    with pytest.raises(ValueError, match=r"donate_argnums names \[9\], but the function takes 3 positional"):
+        step.report(W, X)
 
 
 def test_symbolic_shapes():
