@@ -409,5 +409,3 @@ class _Emitted:
         except compat.NOT_FINITE:  # by `jax_debug_nans`, which names the operation that runs by itself
             with jax.disable_jit():
                 return self._run(*inputs)
-
-

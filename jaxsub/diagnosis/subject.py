@@ -152,7 +152,7 @@ def of_loss(program: Program, flat: Flat, target: Target, *, is_planned: bool = 
 
 
 def _traced(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function under `jax.jit`, traced; changes to its modules, and results that are no arrays, are told apart."""
+    """A function under `jax.jit`, traced: what it changes in place is returned, static leaves of results are not."""
     if hasattr(fun, "trace") and hasattr(traced := fun.trace(*args, **kwargs), "args_info"):
         return traced
     if hasattr(fun, "lower"):  # the `jit` of another library
