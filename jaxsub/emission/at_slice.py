@@ -124,7 +124,8 @@ def _with_explicit_axes(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         given = dict(zip(read, xs, strict=True))
         return _bound(eqn, eqn.params, [given.get(i, x) for i, x in enumerate(args)], None)
 
-    found: Sequence[Any] = jax.sharding.explicit_axes(run, in_sharding=types)(*(args[i] for i in read))
+    explicit: Any = jax.sharding.explicit_axes(run, in_sharding=types)
+    found: Sequence[Any] = explicit(*(args[i] for i in read))
     return found
 
 

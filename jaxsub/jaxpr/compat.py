@@ -221,7 +221,7 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Make a shape with dtype and what JAX checks: the axes of `shard_map` that it varies over, its explicit axes."""
     manual, sharding = (getattr(aval, name, None) for name in ("manual_axis_type", "sharding"))
     is_typed = getattr(manual, "varying", ()) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
-    types = {"manual_axis_type": manual, "sharding": sharding} if is_typed else {}
+    types: dict[str, Any] = {"manual_axis_type": manual, "sharding": sharding} if is_typed else {}
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **types)
 
 

@@ -199,7 +199,7 @@ def test_explicit_axes_say_where_values_lie():
         assert jnp.abs(jnp.asarray(found) - wanted).max() < 1e-6
         assert jax.typeof(found) == jax.typeof(jax.jit(jax.grad(chain))(*wx))
         plan = f.plan(*wx)
-        assert plan.n_regions > 0 and plan.measurement.temp_bytes <= plain // 2
+        assert (plan.n_regions > 0 or plan.slices) and plan.measurement.temp_bytes <= plain // 2
     """
     on_eight_devices(CHAIN + textwrap.dedent(code))
 
