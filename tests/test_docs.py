@@ -5,6 +5,7 @@ here needs no MkDocs.
 """
 
 import ast
+import logging
 import pkgutil
 import re
 import tomllib
@@ -47,6 +48,7 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """Every block of Python runs where the page has it, after those above it, and leaves JAX's settings alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planners, "_TABLE", dict(planners._TABLE))  # planners that pages register are theirs alone
+    monkeypatch.setattr(logging.getLogger("jaxsub.planning"), "level", logging.NOTSET)  # a page shows what it logs
     before = jax.config.values.copy()
     run(path, path.read_text("utf-8"))
     assert jax.config.values == before

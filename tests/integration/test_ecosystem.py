@@ -37,7 +37,7 @@ def test_a_plan_is_saved_and_used_elsewhere(tmp_path):
     plan = jaxsub.plan(loss, params(), X, verify=False)
     plan.save(tmp_path / "plan.json")
     assert jaxsub.Plan.load(tmp_path / "plan.json") == plan
-    again = jaxsub.sublinear(loss, plan=tmp_path / "plan.json", planner="plain")
+    again = jaxsub.sublinear(loss, plan=tmp_path / "plan.json")
     assert again.plan(params(), X) == plan
     assert plan.n_regions > 0
     chex.assert_trees_all_close(jax.grad(again)(params(), X), jax.grad(loss)(params(), X), rtol=1e-5)
