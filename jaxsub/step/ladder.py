@@ -15,6 +15,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer, Prices
 from jaxsub.devices.targets import Target
+from jaxsub.emission.emit import keep_out
 from jaxsub.emission.forms import program_in
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import get
@@ -165,7 +166,9 @@ class Ladder:
         plain = self.candidates.plain()
         assert plain.prediction is not None
         again = replace(plain.prediction, extra_flops=plain.prediction.forward_flops)
-        return plain.replace(segments=(Segment(0, len(self.program.eqns)),), prediction=again, planner="by hand: full")
+        whole = (Segment(0, len(self.program.eqns)),)
+        plan = plain.replace(segments=whole, prediction=again, planner="by hand: full")
+        return keep_out(plan, self.program.graph.pinned())
 
     def usual(self) -> Plan:
         """What at most one extra forward pass buys."""

@@ -550,3 +550,27 @@ def test_a_part_that_a_loop_calls_may_keep_its_arguments_alone():
     step = quiet(planned, memory=needed(by_hand), cache=False)
     assert needed(step) <= needed(by_hand)
     chex.assert_trees_all_close(step(weights, rows), by_hand(weights, rows), rtol=1e-5, atol=1e-6)
+
+
+def test_what_must_run_once_is_in_no_region_of_a_part_either():
+    """A stage that tells the host of its input, in a loop: regions stand around that."""
+    weights, rows = params()[:2], jax.random.normal(jax.random.key(3), (8, 64, DIM))
+
+    def stage(weights, x):
+        jax.experimental.io_callback(lambda mean: None, None, lax.stop_gradient(x).mean())
+        for layer in weights:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return x
+
+    def step_with(wrap):
+        def loss(weights, rows):
+            _, made = lax.scan(lambda _, x: (None, wrap(stage)(weights, x)), None, rows)
+            return (made**2).mean()
+
+        return lambda weights, rows: jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, rows))
+
+    planned = step_with(functools.partial(jaxsub.sublinear, cache=False, progress=False))
+    step = quiet(planned, memory=0.5, cache=False)
+    wanted = jaxsub.jit(step_with(lambda f: f))(weights, rows)
+    chex.assert_trees_all_close(step(weights, rows), wanted, rtol=1e-5, atol=1e-6)
+    assert step.plan(weights, rows).sites[0].plan.planner == "by hand: full"
