@@ -45,7 +45,7 @@ from jaxsub.search.candidates import Candidates
 from jaxsub.search.compile_worth import EFFORTS, NOTHING, Elsewhere
 from jaxsub.search.forms import best_of_forms
 from jaxsub.search.name_overrides import overridden, overriding, read_overrides
-from jaxsub.search.plan_cache import find_known, find_refusal, met_otherwise, or_cheaper, plan_keys, put_plan
+from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, met_otherwise, plan_keys, put_least, put_plan
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried, pricer_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
@@ -160,7 +160,7 @@ def _kept(program: Program, settings: Settings) -> Plan:
         return opened(program, _planned(program, settings, target, store), target, store)
     key, least_key = keys
     is_measured = settings.verify is not False and bool(settings.verify or settings.budget != Budget())
-    plan = find_known(store, keys, program, target if is_measured else None, settings.budget)
+    plan = _known(store, keys, program, target if is_measured else None, settings.budget)
     if plan is not None and settings.progress:
         say(f"found in the plan cache, {summary(plan)}", 0.0)
     if plan is None:
@@ -174,9 +174,19 @@ def _kept(program: Program, settings: Settings) -> Plan:
             if settings.progress:
                 say(f"met by a plan that was made for another budget, {summary(plan)}", 0.0)
         if is_measured:
-            plan = or_cheaper(store, least_key, program, target, plan)
+            put_least(store, least_key, program, target, plan)
         put_plan(store, key, plan)
     return opened(program, plan, target, store)
+
+
+def _known(store: Store, keys: Sequence[str], program: Program, measured: Target | None, budget: Budget) -> Plan | None:
+    """The plan that is kept for a budget, or the one that needs least of all, where the budget is just that."""
+    key, least_key = keys
+    plan = find_plan(store, key, program, measured)
+    if plan is not None or measured is None or budget.n_bytes is None:
+        return plan
+    least = find_least(store, least_key, program, measured, budget.n_bytes)
+    return least if least is not None and _needed(least) > budget.n_bytes / (1 + TUNING.least_slack) else None
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:

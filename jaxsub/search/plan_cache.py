@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from jaxsub.core.budget import Budget, format_bytes
 from jaxsub.core.disk_cache import Store, code_digest, key_of
 from jaxsub.core.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedError
-from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
-from jaxsub.core.tuning import TUNING
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import check
 from jaxsub.emission.folding import in_slices
@@ -31,8 +29,6 @@ from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.trace import Program
 from jaxsub.planners import Planner
 from jaxsub.search.belonging import plan_faults
-from jaxsub.search.fewest_slices import cost_of
-from jaxsub.search.sliced_program import needed_bytes
 from jaxsub.search.verify import finish, measured_key, recalled
 
 
@@ -63,40 +59,6 @@ def find_least(store: Store, key: str, program: Program, target: Target, n_bytes
     if plan is None or plan.measurement is None or plan.measurement.temp_bytes > n_bytes:
         return None
     return plan.replace(budget=Budget(n_bytes))
-
-
-def find_known(store: Store, keys: Sequence[str], program: Program, measured: Target | None,
-               budget: Budget) -> Plan | None:  # fmt: skip
-    """The plan that is kept for a budget, or the one that needs least, if it fills the budget or recomputes hardly."""
-    key, least_key = keys
-    plan = find_plan(store, key, program, measured)
-    if plan is not None or measured is None or budget == Budget():
-        return plan
-    least = find_plan(of_leasts(store), least_key, program, measured)
-    n_bytes = 0 if least is None else _bytes_of(budget, least.plain_measurement)
-    if least is None or needed_bytes(least) > n_bytes:
-        return None
-    is_best = cost_of(least) <= TUNING.compile_gain or needed_bytes(least) > n_bytes / (1 + TUNING.least_slack)
-    return least.replace(budget=budget) if is_best else None
-
-
-def or_cheaper(store: Store, key: str, program: Program, target: Target, plan: Plan) -> Plan:
-    """A new plan, or that of another budget which needs least, where there is room for that and it costs less.
-
-    A larger budget may have found what predictions rule out for a smaller one. What needs least is kept.
-    """
-    budget, plain = plan.budget, plan.plain_measurement
-    known = find_least(store, key, program, target, _bytes_of(budget, plain))
-    put_least(store, key, program, target, plan)
-    if known is None or cost_of(known) > cost_of(plan) - TUNING.compile_gain:
-        return plan
-    return known.replace(budget=budget, plain_measurement=plain or known.plain_measurement)
-
-
-def _bytes_of(budget: Budget, plain: Measurement | None) -> int:
-    """A budget in bytes; 0 where it is a fraction of what is not known, or none."""
-    share = 0 if plain is None or budget.fraction is None else int(plain.temp_bytes * budget.fraction)
-    return budget.n_bytes or share
 
 
 def met_otherwise(store: Store, keys: Sequence[str], program: Program, target: Target, error: InfeasibleBudgetError,

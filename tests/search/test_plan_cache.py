@@ -17,13 +17,8 @@ from mutations import hostile_bytes
 import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.decisions import Loop, Segment
-from jaxsub.core.disk_cache import Store, open_store
-from jaxsub.core.plan import Plan
-from jaxsub.devices.targets import get_target
-from jaxsub.jaxpr.trace import trace
+from jaxsub.core.disk_cache import Store
 from jaxsub.planners import get
-from jaxsub.search.plan_cache import or_cheaper, put_least
-from jaxsub.search.verify import measured_key
 
 WS, X = [jnp.eye(4)] * 12, jnp.ones((256, 4))
 PATHS = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
@@ -57,31 +52,6 @@ def test_a_plan_is_found_without_pricing(tmp_path, priced_runs):
         assert planned(cache=tmp_path, **asked) == made
         assert len(priced_runs) == n_made
     assert made.measurement is not None
-
-
-def test_what_recomputes_nothing_is_planned_once_for_all_budgets_above_it(tmp_path, priced_runs):
-    """A measured plan of another budget that there is room for, and that costs nothing, is the plan."""
-    plan = planned(budget=1.0, cache=tmp_path)
-    assert not plan.segments
-    n_priced, needed = len(priced_runs), plan.measurement.temp_bytes
-    for budget in (needed, needed + 1, 2 * needed):
-        again = planned(budget=budget, cache=tmp_path)
-        assert (again.measurement, again.budget) == (plan.measurement, Budget.parse(budget))
-    assert len(priced_runs) == n_priced
-    assert planned(budget=needed - 1, cache=tmp_path).measurement.temp_bytes < needed
-
-
-def test_a_smaller_budget_takes_what_a_larger_one_found(tmp_path):
-    """Where the plan of another budget needs less than predicted, so that it fits here too and recomputes less."""
-    store, target = open_store(tmp_path), get_target(None)
-    free, heavy = (planned(budget=share, cache=False) for share in (0.9, 0.3))
-    program = trace(loss, (WS, X), {})
-    put_least(store, "least", program, target, free)
-    store.put(measured_key(program, target, free), free.measurement)
-    room = heavy.replace(budget=Budget(free.measurement.temp_bytes))
-    assert or_cheaper(store, "least", program, target, room).segments == free.segments
-    assert or_cheaper(store, "least", program, target, heavy).segments == heavy.segments
-    assert store.get("least", Plan).segments == heavy.segments
 
 
 def test_what_other_code_emitted_is_measured_anew(tmp_path, monkeypatch):
