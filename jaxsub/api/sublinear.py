@@ -391,6 +391,12 @@ def type_of(leaf: Any) -> Any:
         return type(leaf)  # no array: `trace` says what is wrong with it
 
 
+NOT_FOUND = (
+    "invalid value (nan or infinity) encountered in what runs in slices or in regions, in no single operation. Call the "
+    "plain function, in `__wrapped__`, under jax.debug_nans(True) to learn where."
+)
+
+
 class _Emitted:
     """An emitted function under `jax.jit`; a primitive that cannot be compiled runs by its own implementation."""
 
@@ -406,6 +412,7 @@ class _Emitted:
             outputs = self._run(*inputs)
             self._jitted = self._run
             return outputs
-        except compat.NOT_FINITE:  # by `jax_debug_nans`, which names the operation that runs by itself
+        except compat.NOT_FINITE as error:  # by `jax_debug_nans`, which names the operation that runs by itself
             with jax.disable_jit():
-                return self._run(*inputs)
+                self._run(*inputs)
+            raise FloatingPointError(NOT_FOUND) from error  # as JAX does

@@ -39,6 +39,25 @@ def test_nans_are_found_in_slices(around):
         around(jax.grad(planned))(w, x)
 
 
+def test_nans_of_values_alone_are_not_passed_over():
+    """A call without a derivative raises too, where no operation of the slices by itself is found to be at fault."""
+
+    def bad(w, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.log(-(x**2)))
+
+    planned = jaxsub.sublinear(bad, chunks={0: 8}, cache=False)
+    w, x = jnp.eye(64), jnp.ones((512, 64))
+    assert planned.plan(w, x).slices
+    with jax.debug_nans(True):
+        for call in (bad, planned, jax.value_and_grad(planned)):
+            with pytest.raises(FloatingPointError, match="invalid value"):
+                call(w, x)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        planned.__wrapped__(w, x)
+
+
 def test_x64_in_a_context():
     """Inside jax.enable_x64 the function is traced, priced and compiled in 64 bits, and in 32 outside."""
     f = jaxsub.sublinear(loss, cache=False, progress=False)
