@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ MAX_HELPERS = 4  # each takes some 400 MB
 # JAX does not promise that another jaxlib knows custom calls (cuDNN's, Pallas's, the FFI's); ours reads its own export.
 ANY_KERNEL = (jax.export.DisabledSafetyCheck.custom_call("ALL"),)
 NEEDS_DEVICES = "require devices to be present during lowering"
+FATAL = re.compile(r"F\d{4} |LLVM ERROR|terminate called")
 NO_HANDLER = "No FFI handler registered"
 FOREIGN_CALL = (
     ". Such a call compiles only where its library is registered (jax.ffi.register_ffi_target): replace it in the "
@@ -351,8 +353,17 @@ class _Helper:
     def _died(self) -> UnsupportedError:
         code = self.process.wait()
         self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()[-12:]
-        return UnsupportedError(
-            f"The helper process that compiles for absent GPUs ended with code {code}"
-            f"{' (was it killed for memory?)' if code == -9 else ''}. Its last lines:\n" + "\n".join(lines)
+        return UnsupportedError(how_it_ended(code, self.log.read().decode(errors="replace")))
+
+
+def how_it_ended(code: int, log: str) -> str:
+    """Say why a helper process has ended, from its exit code and all that it wrote."""
+    lines = log.strip().splitlines()
+    if fatal := next((line for line in reversed(lines) if FATAL.match(line)), ""):
+        return (
+            f"XLA's compiler gave up on this program, as it would on the GPU itself: {fatal!r}. XLA_FLAGS may turn off "
+            "what it names, such as --xla_gpu_enable_triton_gemm=false what Triton compiles."
         )
+    cause = " (was it killed for memory?)" if code == -9 else ""
+    said = "\n".join(lines[-12:])
+    return f"The helper process that compiles for absent GPUs ended with code {code}{cause}. Its last lines:\n{said}"

@@ -118,11 +118,12 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
 @remembered
 def _with_slices(program: Program, slices: tuple[Slices, ...]) -> Program:
     given, eqns, at = list(program.eqns), list[Any](), 0
-    for node in {run.within[0][0] for run in slices if run.within}:
-        given[node] = _with_bodies_in_slices(program, node, [run for run in slices if run.within[:1]])
-    for run in sorted((run for run in slices if not run.within), key=lambda s: s.start):
-        eqns += [*given[at : run.start], _folded(program, run)]
-        at = run.stop
+    with compat.without_mesh():  # as planned, also where a plan is read under the user's `jax.set_mesh`
+        for node in {run.within[0][0] for run in slices if run.within}:
+            given[node] = _with_bodies_in_slices(program, node, [run for run in slices if run.within[:1]])
+        for run in sorted((run for run in slices if not run.within), key=lambda s: s.start):
+            eqns += [*given[at : run.start], _folded(program, run)]
+            at = run.stop
     eqns += given[at:]
     return program.with_eqns(eqns)
 

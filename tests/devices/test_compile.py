@@ -17,6 +17,7 @@ import jaxsub
 from jaxsub.core.budget import Budget
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan
+from jaxsub.devices.aot import how_it_ended
 from jaxsub.devices.compile import compile_for, measure_compiled, measurement, return_freed_memory
 from jaxsub.devices.targets import get_target
 from jaxsub.emission.emit import as_traced, emit
@@ -216,3 +217,12 @@ def resident_bytes():
     """What the process has in memory."""
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_crash_of_the_compiler_is_told_in_its_own_words():
+    """Not by the calls that led to it, which are the last that a helper process writes."""
+    log = "I0000 started\nF1129 23:11:08.5 13 tiling.cc:622] Check failed: found != end \n    @ 0x7fc7 Run()\n" * 2
+    assert "F1129 23:11:08.5 13 tiling.cc:622] Check failed: found != end" in how_it_ended(-6, log)
+    assert "XLA_FLAGS" in how_it_ended(-6, log) and "0x7fc7" not in how_it_ended(-6, log)
+    assert "killed for memory" in how_it_ended(-9, "I0000 started")
+    assert how_it_ended(1, "I0000 started\nNo module named x").endswith("No module named x")
