@@ -392,8 +392,8 @@ def type_of(leaf: Any) -> Any:
 
 
 NOT_FOUND = (
-    "invalid value (nan or infinity) encountered in what runs in slices or in regions, in no single operation. Call the "
-    "plain function, in `__wrapped__`, under jax.debug_nans(True) to learn where."
+    "invalid value (nan or infinity) encountered in what runs in slices or in regions, in no single operation. Call "
+    "the plain function, in `__wrapped__`, under jax.debug_nans(True) to learn where."
 )
 
 
