@@ -31,7 +31,7 @@ emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans
     forms folding emit
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs
-    roofline slice_time scan_options chain_builder
+    roofline slice_time step_options scan_options chain_builder
 search: __init__ bracket compile_worth by_hand slice_seeds found_run slicing sliceable belonging candidates
     name_overrides named_policy verify propagated budget_search sliced_program fewest_slices slice_search
     frontier_points repeated_effects forms plan_cache progress annotate pipeline call_sites

@@ -67,6 +67,17 @@ def branch_choices(
     return (*_saving(program, node, branches, gpu), *found)
 
 
+def saving_ways(program: Program) -> Iterator[tuple[Conditional, ...]]:
+    """Yield what a region around a program may save inside its conditionals, more and more of it recomputed."""
+    inside = {node: tuple(map(_Branch.of, branch_programs(program, node))) for node in find_conditionals(program)}
+    limits = set[float]().union(*(branch.limits() for branches in inside.values() for branch in branches))
+    for limit in evenly(sorted(limits), TUNING.inner_ranks):
+        ways = (Conditional(node, tuple(b.inside(limit, is_region=False) for b in branches))
+                for node, branches in inside.items())  # fmt: skip
+        if saving := tuple(filter(is_saving, ways)):
+            yield saving
+
+
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """A branch and what it may save.

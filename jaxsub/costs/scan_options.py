@@ -25,22 +25,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from jaxsub.core.decisions import Inside, Loop, saving_in_nests
 from jaxsub.core.tuning import TUNING
-from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, body_plans, evenly
+from jaxsub.costs.step_options import Step, steps_of
 from jaxsub.devices.targets import Target
-from jaxsub.emission.scans import body_of, body_program, with_loops
+from jaxsub.emission.scans import body_of, body_program
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.min_cut import choices
-from jaxsub.partition.traced_run import TracedRun, trace_run
 
 NEAR_FLOPS = 0.01
 """Choices are compared among those whose recomputed FLOPs differ by less than this share of the most."""
@@ -61,20 +58,6 @@ class LoopChoice:
     kept_bytes: int
     transient_bytes: int
     recompute_flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One choice for a step, as fields of a `Loop`, with its kept and transient bytes and recomputed FLOPs.
-
-    Residuals of `kept_once_bytes` are saved once, not for each step.
-    """
-
-    fields: dict[str, Any]
-    kept_bytes: int
-    transient_bytes: int
-    recompute_flops: float
-    kept_once_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +108,8 @@ class _Body:
     gradient_bytes: int
     flops: float
     once_flops: float
-    steps: tuple[_Step, ...]
-    plain: _Step
+    steps: tuple[Step, ...]
+    plain: Step
 
 
 def loop_choices(
@@ -203,18 +186,7 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
     sizes = [value.n_bytes for value in body.graph.values[: len(body.invars)]]
     carry = range(n_consts, n_consts + n_carry)
     xs = range(n_consts + n_carry, len(sizes))
-    steps: list[_Step] = []
-    plain = 0.0
-    for inner in _inner_loops(body, gpu):
-        changed = with_loops(body, inner)
-        traced = trace_run(changed, 0, len(changed.eqns))
-        plain = plain if inner else traced.flops
-        need = partial(analytic.backward_bytes, traced, gpu=gpu)
-        steps += _steps(traced, inner, n_consts, n_carry, traced.flops - plain, need)
-    gradient_bytes = sum(sizes[i] for i in range(n_consts) if differentiated[i])
-    if body_chain is not None:
-        steps += _planned_steps(body, body_chain, sum(sizes[i] for i in carry), gradient_bytes, steps,
-                                eqn.params["length"])  # fmt: skip
+    steps = steps_of(program, node, _inner_loops(body, gpu), body_chain, gpu)
     return _Body(
         node=node,
         length=eqn.params["length"],
@@ -223,10 +195,10 @@ def _body(program: Program, node: int, body_chain: BodyChain | None, gpu: Target
         carry_bytes=sum(sizes[i] for i in carry),
         slice_bytes=sum(sizes[i] for i in xs),
         slice_gradient_bytes=sum(sizes[i] for i in xs if differentiated[i]),
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=sum(sizes[i] for i in range(n_consts) if differentiated[i]),
         flops=sum(n.flops for n in body.graph.nodes),
         once_flops=_once_flops(body, n_consts),
-        steps=tuple(steps),
+        steps=steps,
         plain=steps[0],
     )
 
@@ -252,39 +224,6 @@ def _ladder(found: Sequence[LoopChoice]) -> list[Loop]:
         if not c.loop.kept_steps and (not steps or c.transient_bytes < 0.8 * steps[-1].transient_bytes):
             steps.append(c)
     return [choice.loop for choice in evenly(steps, TUNING.inner_ranks)]
-
-
-def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: int, inner_flops: float,
-           need: Callable[[tuple[int, ...]], int]) -> Iterator[_Step]:  # fmt: skip
-    """Yield a step that keeps everything, then regions that save less and less."""
-    reads = dict(zip(traced.inputs, traced.function.reads, strict=True))
-    carry = {v for v, read in reads.items() if n_consts <= read < n_consts + n_carry}
-    stepwise = traced.made_from([v for v, read in reads.items() if read >= n_consts])
-    residuals = {r for r in traced.residuals if compat.is_var(r) and r not in reads.keys() - carry}
-    kept = {r: traced.bytes_of(r) for r in residuals}
-    once = sum(n_bytes for r, n_bytes in kept.items() if r not in stepwise)
-    inside = Inside(ways=inner)
-    yield _Step({"inside": inside}, sum(kept.values()) - once, need(()), inner_flops, once)
-    # a carried value is stacked a second time when it is saved by name, so no value is free here
-    for choice in reversed(choices(replace(traced, free=frozenset()))):
-        flops = choice.recompute_flops + inner_flops
-        fields = {"inside": replace(inside, saved=choice.saved), "is_recomputed": True}
-        entry_bytes = sum(map(traced.bytes_of, carry & traced.read_with(choice.saved)))
-        yield _Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
-
-
-def _planned_steps(body: Program, body_chain: BodyChain, carry_bytes: int, gradient_bytes: int, plain: Sequence[_Step],
-                   length: int) -> Iterator[_Step]:  # fmt: skip
-    """Yield steps with a plan inside, in a region around the step and without one."""
-    nothing_saved = {"inside": Inside(), "is_recomputed": True}
-    flops = next(s.recompute_flops for s in plain if s.fields == nothing_saved)
-    for found in body_plans(replace(body, is_repeated=True), body_chain, times=length):
-        transient = found.transient_bytes - gradient_bytes  # constants' gradients, which are counted beside a step
-        if found.is_region:
-            fields = {"inside": found.inside, "is_recomputed": True}
-            yield _Step(fields, carry_bytes, transient, flops + found.recompute_flops)
-        else:
-            yield _Step({"inside": found.inside}, carry_bytes + found.kept_bytes, transient, found.recompute_flops)
 
 
 def _once_flops(body: Program, n_consts: int) -> float:
@@ -315,20 +254,20 @@ def _near(size: float, length: int) -> int:
     return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=min(round(wanted), max(length // 2, 2)))
 
 
-def _is_ignored(step: _Step, blocks: tuple[int, ...]) -> bool:
+def _is_ignored(step: Step, blocks: tuple[int, ...]) -> bool:
     """Tell whether values are saved by name in nested regions, which `jax_remat3` recomputes all the same."""
     loop = Loop(0, blocks, **step.fields)
     return not compat.saves_in_nests() and any(saving_in_nests(Inside(ways=(loop,))))
 
 
-def _tails(body: _Body) -> list[_Step]:
+def _tails(body: _Body) -> list[Step]:
     """List the choices for steps outside all blocks."""
     plainly = [s for s in body.steps if replace(s.fields["inside"], saved=()) == Inside()]
     return [s for s in plainly
             if s is body.plain or s.fields["inside"].saved or s.recompute_flops < NEAR_FLOPS * body.flops]  # fmt: skip
 
 
-def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
+def _tailed(body: _Body, step: Step, blocks: tuple[int, ...]) -> Iterator[LoopChoice]:
     """Yield choices with at least two blocks, no remainder, and the last steps outside the blocks."""
     size = blocks[0] if blocks else 1
     wanted = {body.length % size + size * round(share * body.length / size) for share in TUNING.kept_shares}
@@ -337,7 +276,7 @@ def _tailed(body: _Body, step: _Step, blocks: tuple[int, ...]) -> Iterator[LoopC
             yield _choice(body, step, blocks, kept_steps, tail)
 
 
-def _choice(body: _Body, step: _Step, blocks: tuple[int, ...], kept_steps: int, tail: _Step) -> LoopChoice:
+def _choice(body: _Body, step: Step, blocks: tuple[int, ...], kept_steps: int, tail: Step) -> LoopChoice:
     n = body.length - kept_steps
     sizes = [n, *(b for b in blocks if b < n)]
     levels = len(sizes) - 1

@@ -144,6 +144,22 @@ def trace_function(
                      (False,) * len(passes.inputs), returned, {})  # fmt: skip
 
 
+def trace_step(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
+    """Trace a step, a function of all inputs of its program, and its backward pass, regions opened."""
+    n, positions = len(body.invars), body.differentiated
+    graph = body.graph
+    outputs = iter(graph.outputs)
+    active = [compat.is_var(a) and graph.values[next(outputs)].is_differentiated for a in body.outvars]
+
+    def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outs = step(*inputs)
+        chosen = zip(outs, active, strict=True)
+        return tuple(o for o, is_active in chosen if is_active), ()
+
+    function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
+    return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=compat.REGIONS)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passes:
     """Both passes of a function, each a flat jaxpr.

@@ -8,7 +8,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -32,8 +32,7 @@ from jaxsub.jaxpr.identity import of_jax
 from jaxsub.jaxpr.inline import scope_of
 from jaxsub.jaxpr.trace import Program, aval_bytes
 from jaxsub.partition.inner_programs import find_loops
-from jaxsub.partition.run_function import RunFunction
-from jaxsub.partition.traced_run import TracedRun, trace_function
+from jaxsub.partition.traced_run import TracedRun, trace_step
 
 MOST_NAMED = 24
 """How many of the equations that a step recomputes are named."""
@@ -92,7 +91,7 @@ def _loops(program: Program, ways: Sequence[ControlFlow], target: Target) -> Ite
 def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
     body, step, n_given = step_of(program, loop)
     n_consts, n_carry = n_given
-    traced = _traced(body, step)
+    traced = trace_step(body, step)
     carry = range(n_consts, n_consts + n_carry)
     saved, carried = _saved(traced, carry), sum(aval_bytes(body.invars[i].aval) for i in carry)
     length = 1 if loop.is_unrolled else program.eqns[loop.node].params["length"]
@@ -101,7 +100,7 @@ def _opened_loop(program: Program, loop: Loop, target: Target) -> Steps:
     stored = sum(-(-a // b) * carried for a, b in pairwise(sizes)) + sizes[-1] * sum(h.n_bytes * h.count for h in saved)
     if loop.kept_steps:
         last = Loop(loop.node, is_recomputed=loop.kept_saved is not None, inside=Inside(saved=loop.kept_saved or ()))
-        kept = _saved(_traced(*step_of(program, last)[:2]), carry)
+        kept = _saved(trace_step(*step_of(program, last)[:2]), carry)
         stored += loop.kept_steps * sum(h.n_bytes * h.count for h in kept)
     node = program.graph.nodes[loop.node]
     inner = tuple(_loops(body, loop.inside.ways, target)) if not loop.is_unrolled else ()
@@ -113,7 +112,7 @@ def _opened_slices(program: Program, run: Slices, target: Target) -> Steps:
     program, run = program_within(program, run.within), replace(run, within=())
     part, inside = program_of_slice(program, run), run.inside
     function = with_regions(with_loops(part, inside.ways), inside.segments, inside.barriers, scope="")
-    traced = _traced(part, function)
+    traced = trace_step(part, function)
     saved = _saved(traced, range(0))
     inner = tuple(_loops(part, inside.ways, target))
     return _steps("slices", run.start, run.label, run.count, part, traced, target, saved, 0, inner)
@@ -130,22 +129,6 @@ def _steps(kind: str, node: int, label: str, length: int, body: Program, traced:
     share = sum((flops_of(eqn) for eqn in again), Flops()).weighted / forward
     return Steps(kind, node, label, length, saved, stored_bytes, tuple(rows), len(body.eqns), share,
                  _timeline(traced, again, target.gpu), inner)  # fmt: skip
-
-
-def _traced(body: Program, step: Callable[..., Sequence[Any]]) -> TracedRun:
-    """A step and its backward pass, regions opened."""
-    n, positions = len(body.invars), body.differentiated
-    graph = body.graph
-    outputs = iter(graph.outputs)
-    active = [compat.is_var(a) and graph.values[next(outputs)].is_differentiated for a in body.outvars]
-
-    def call(*inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        outs = step(*inputs)
-        chosen = zip(outs, active, strict=True)
-        return tuple(o for o, is_active in chosen if is_active), ()
-
-    function = RunFunction(call, tuple(range(n)), positions, (), frozenset())
-    return trace_function(function, [compat.shape_of(v.aval) for v in body.invars], opened=compat.REGIONS)
 
 
 def _saved(traced: TracedRun, carry: range) -> tuple[Holding, ...]:

@@ -238,6 +238,33 @@ def test_what_any_branch_keeps_is_counted(budget):
     assert plan.prediction.temp_bytes == pytest.approx(measured, rel=0.2)
 
 
+def test_a_step_may_save_what_its_branches_multiply():
+    """A region around a step with experts saves their products too, as `jax.checkpoint(step, dots_saveable)` does."""
+    keys = random.split(random.key(0), 6)
+    up, down = random.normal(keys[0], (2, 32, 128)) / 6, random.normal(keys[1], (2, 128, 32)) / 11
+    args = (up, down), random.normal(keys[2], (24, 64, 32)), jnp.arange(24) % 3
+
+    def loss(weights, rows, which, wrap=lambda step: step):
+        up, down = weights
+        experts = [lambda h, i=i: h + jax.nn.gelu(h @ up[i]) @ down[i] for i in range(2)] + [lambda h: h]
+
+        def step(h, x):
+            h = lax.switch(x[1], experts, jnp.tanh(h @ jnp.eye(32) + x[0]))
+            h = lax.cond(jnp.mean(h) > 0, jnp.sin, lambda h: h / (1 + jnp.abs(h)), h)
+            return h, jnp.mean(h**2)
+
+        return jnp.mean(lax.scan(wrap(step), jnp.zeros((64, 32)), (rows, which))[1])
+
+    by_hand = partial(loss, wrap=partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable))
+    budget = int(1.05 * jaxsub.measure(by_hand, *args, argnums=(0, 1)).temp_bytes)
+    g = jaxsub.sublinear(loss, budget=budget, argnums=(0, 1), progress=False, cache=False)
+    plan = g.plan(*args)
+    assert recomputed_share(plan) < 0.02
+    assert jaxsub.measure(g, *args, argnums=(0, 1)).temp_bytes <= budget
+    assert gradient_flops(g, args) < 1.01 * gradient_flops(by_hand, args)
+    assert_same(loss, g, *args)
+
+
 def recurrent(ws, x):
     """Layers of a recurrence over rows and a few products."""
 
