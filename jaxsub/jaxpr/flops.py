@@ -173,8 +173,7 @@ def _grid_points(eqn: Any) -> int:
 def _conv_flops(eqn: Any) -> float:
     kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
     out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    groups = max(out_features, 1) * eqn.params["batch_group_count"]
-    return 2.0 * _size(out) * _size(kernel) / float(groups)
+    return 2.0 * _size(out) * _size(kernel) / float(max(out_features, 1))
 
 
 def _size(aval: Any) -> int:
