@@ -195,7 +195,7 @@ def _candidate(step: FlatStep, place: int, *, is_updated: bool = True) -> _Found
             seeds = [v for v in seeds if v not in lost]
             first = first or (refused if refused.totals else None)
             continue
-        wanted = _wanted(axis, step.results)
+        wanted = _wanted(axis, seeds, step.results)
         lost = [v for v in seeds if v in wanted]
         is_whole = axis.length == scan.params["length"]
         if not is_whole or lost:  # what is returned, or read behind the updates, is stacked anyway
@@ -240,12 +240,10 @@ def _accumulated(step: FlatStep) -> Iterator[Whole]:
             yield Whole(sum(aval_bytes(v.aval) for v in sums), f"{reason}, and every update needs the sums")
 
 
-def _wanted(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What is read behind the scan of what is made in it."""
-    places = {*axis.places, *(v for v, _ in axis.cut)}
+def _wanted(axis: Axis, seeds: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What is read behind the scan of what is made in it; what it is given stands anyway."""
     read_later = dict.fromkeys(a for a in (*outputs, *(a for e in axis.after for a in e.invars)) if compat.is_var(a))
-    made = {v for step in axis.steps for v in step.writes}
-    return tuple(v for v in read_later if v in places and (v in axis.places or v not in made))
+    return tuple(v for v in read_later if v in axis.places or v in seeds)
 
 
 def _pairs(step: FlatStep, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
@@ -253,7 +251,8 @@ def _pairs(step: FlatStep, axis: Axis, wanted: Sequence[Any]) -> dict[Any, Any]:
     spots: dict[Any, list[Any]] = {}
     for v, spot in axis.cut:
         spots.setdefault(v, []).append(spot)
-    free = [v for v in step.inputs if len(spots.get(v, ())) == 1]  # what is read in two ways is not written over
+    # what is read in two ways, or returned as it is, is not written over
+    free = [v for v in step.inputs if len(spots.get(v, ())) == 1 and v not in step.results]
     pairs: dict[Any, Any] = {}
     for is_donated, results in ((True, step.outputs), (False, wanted)):
         left = [v for v in free if (v in step.donated) == is_donated]

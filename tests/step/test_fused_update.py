@@ -239,6 +239,26 @@ def test_what_is_not_donated_is_said_with_its_bytes():
     assert findings.fused[0].copied_bytes == findings.fused[0].gradient_bytes
 
 
+@pytest.mark.parametrize("donate", [(0, 1), (0,), ()])
+def test_weights_that_are_returned_as_they_were_are_not_written_over(donate):
+    """A heavy ball returns the weights before beside the new ones, which lie where the ones before those did."""
+
+    def step(params, before, tokens):
+        value, gradient = jax.value_and_grad(loss)(params, tokens)
+        new = jax.tree.map(lambda p, q, g: p - 0.1 * g + 0.9 * (p - q), params, before, gradient)
+        return new, params, value
+
+    args = params(), jax.tree.map(lambda x: 0.9 * x, params()), TOKENS
+    run, findings = fused(step, donate)
+    plain, ours = compiled(step, args, donate), compiled(run, args, donate)
+    (scan,) = findings.fused
+    if 1 in donate:
+        assert scan.copied_bytes == 0
+        spared = plain.memory_analysis().temp_size_in_bytes - ours.memory_analysis().temp_size_in_bytes
+        assert spared > scan.gradient_bytes / 3
+    chex.assert_trees_all_close(ours(*copied(args)), plain(*copied(args)), rtol=1e-5, atol=1e-6)
+
+
 def test_half_precision_weights_with_master_copies():
     """Weights in bf16 with masters in f32: both are updated layer by layer."""
 
