@@ -75,6 +75,8 @@ class Sublinear(Wrapped[P, R]):
         settings: How it is planned.
     """
 
+    __slots__ = ("_locks", "_plans", "_programs", "_ready", "_statics", "_told", "settings")
+
     def __init__(
         self, fun: Callable[P, R], settings: Settings, static_argnums: Sequence[int], static_argnames: Sequence[str]
     ):

@@ -75,8 +75,12 @@ class Bound(functools.partial[R]):
 
 
 class Wrapped(abc.ABC, Generic[P, R]):
-    """A callable that replaces a function of the user's, `fun`."""
+    """A callable that replaces a function of the user's, `fun`.
 
+    What is its own is in slots: whatever wraps it, as `jax.grad` does, takes over its `__dict__`.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "fun")
     fun: Callable[P, R]
 
     @abc.abstractmethod

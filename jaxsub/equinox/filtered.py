@@ -121,6 +121,8 @@ def filter_jit(
 class Jitted(Wrapped[P, R]):
     """A step of modules that fits a device; made by `filter_jit(memory=...)`."""
 
+    __slots__ = ("_donate", "_memory", "_options", "_signature", "_step")
+
     def __init__(self, fun: Callable[P, R], memory: Any, donate: Donate, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())  # the fields of a module stay its own
         self.fun, self._memory, self._donate, self._options = fun, memory, donate, options

@@ -117,6 +117,8 @@ def sublinear(loss: Callable[..., Any] | None = None, **options: Any) -> Any:
 class _Sublinear(Wrapped[P, R]):
     """A loss of variables, or of a bound module; `plan` and the like take a loss of variables."""
 
+    __slots__ = ("_lifted", "_options", "_plain", "explain", "frontier", "measure", "plan")
+
     def __init__(self, loss: Callable[P, R], options: dict[str, Any]):
         functools.update_wrapper(self, loss)
         self.fun = loss

@@ -156,6 +156,8 @@ def sublinear(
 class _Sublinear(Wrapped[P, R]):
     """A loss of modules under a plan."""
 
+    __slots__ = ("_how", "_options", "_planned")
+
     def __init__(
         self, loss: Callable[P, R], wrt: Any, numbers: Sequence[int], names: Sequence[str], options: dict[str, Any]
     ):
@@ -245,6 +247,8 @@ def jit(fun: Callable[..., Any] | None = None, *, memory: Any = None, **options:
 
 class Jitted(Wrapped[P, R]):
     """A compiled step of modules and optimizers; made by `jit`."""
+
+    __slots__ = ("_memory", "_options", "_step")
 
     def __init__(self, fun: Callable[P, R], memory: Any, options: dict[str, Any]):
         functools.update_wrapper(self, fun)

@@ -189,6 +189,9 @@ class Step(Wrapped[P, R]):
         target: What it is planned for; `None` for the device in use.
     """
 
+    __slots__ = ("_cache", "_called", "_fuses", "_jit_kwargs", "_locks", "_plan", "_progress", "_ready", "_shardings",
+                 "_statics", "memory", "target")  # fmt: skip
+
     def __init__(self, fun: Callable[P, R], memory: Any, target: Any, cache: AnyCache, progress: bool,
                  jit_kwargs: dict[str, Any], fuse_updates: bool = True, plan: AnyStepPlan | None = None):  # fmt: skip
         functools.update_wrapper(self, fun)

@@ -1,6 +1,7 @@
 """Wrapped functions and steps in threads, copies and other processes: one trace a key, and nothing left out."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -129,6 +130,16 @@ def test_what_stands_in_a_module_is_pickled_by_its_name(made):
     assert pickle.loads(pickle.dumps(made)) is made
     assert copy.deepcopy(made) is made
     assert cloudpickle.loads(cloudpickle.dumps(made)) is made
+
+
+@pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.vmap, jaxsub.jit, functools.wraps(loss)])
+def test_what_wraps_one_takes_nothing_of_its_own_over(wrap):
+    """A gradient of a function that was called is pickled by cloudpickle, as the gradient of a plain one is."""
+    for made in (MADE["loss"](), MADE["step"]()):
+        made(W, X)
+        around = wrap(made) if wrap is not jaxsub.jit else jaxsub.jit(jax.value_and_grad(made))
+        assert not {"fun", "settings", "memory", "_ready", "_locks"}.intersection(vars(around))
+    pickle.loads(cloudpickle.dumps(jax.value_and_grad(MADE["loss"]())))
 
 
 SCRIPT = """
