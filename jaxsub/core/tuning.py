@@ -20,8 +20,8 @@ class Tuning:
         stage_equations: Up to so many equations. A compile's time grows with their number, so of more equations there
             may be more stages, by the cube root, and tables take no larger part of the time,
         longest_chain: up to so many: as tables of more are coarser, since all may take a quarter of a GiB.
-        region_equations: Equations in a region of several stages, where stages were merged for being too many: to trace
-            the gradients of more is what planning would spend its time on.
+        region_equations: Equations in a region of several stages, where stages were merged for being too many, or every
+            run of them may be a region: to trace the gradients of more is what planning would spend its time on.
         few_stages: Up to so many stages every run of them may be one region.
         few_costly: With fewer products and convolutions a program is cut between all nodes that compute anything.
         region_sizes: Stages in the regions of several stages that planners see.

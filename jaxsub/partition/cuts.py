@@ -170,7 +170,7 @@ def spans_of(
     spans = [(s, s + size) for size in (1, *sizes) for s in range(n - size)]
     spans += [(a, b) for size in sizes for a, b in zip(ends, ends[size:], strict=False)]
     spans += [(n - 1, n)] * is_last
-    if n >= TUNING.most_stages:
+    if n >= TUNING.most_stages or n <= TUNING.few_stages:
         spans = [(a, b) for a, b in spans if b == a + 1 or cuts[b] - cuts[a] <= TUNING.region_equations]
     return list(dict.fromkeys(spans))
 

@@ -214,8 +214,10 @@ def test_many_equations_are_cut_at_once():
 
 
 def test_regions_of_merged_stages_stay_small():
-    """Where stages were merged, regions of several hold few equations; elsewhere, any number."""
-    for n, sizes in ((TUNING.most_stages - 1, {1, 2, 8}), (TUNING.most_stages, {1, 2})):
+    """Where stages were merged, or every run of few may be one, regions of several hold few equations."""
+    few = TUNING.few_stages
+    for n, sizes in ((few, {1, 2, 3, 4, 5}), (few + 1, {1, 2, 8}), (TUNING.most_stages - 1, {1, 2, 8}),
+                     (TUNING.most_stages, {1, 2})):  # fmt: skip
         cuts = range(0, 100 * n + 1, 100)
         assert {b - a for a, b in spans_of(cuts, [], (2, 8))} == sizes
 
