@@ -31,6 +31,7 @@ from jaxsub.emission.folding import in_slices
 from jaxsub.emission.forms import planned_form
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.constants import constants_key, known_constants
+from jaxsub.jaxpr.derivative_rules import is_inexact
 from jaxsub.jaxpr.differences import equation_digests
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.identity import of_jax
@@ -228,7 +229,7 @@ def finish(program: Program, plan: Plan, budget: Budget) -> Plan:
 
 def note(program: Program, plan: Plan) -> str:
     """What a reader of a plan should know: that there is nothing to differentiate, no loss, or what it left out."""
-    if not program.differentiated:
+    if not program.differentiated or not any(map(is_inexact, program.outvars)):
         return "There is nothing to differentiate: the function is left as it is."
     notes = []
     if program.loss is None:

@@ -45,7 +45,8 @@ def require_same_sites(plan: StepPlan, sites: Mapping[str, CallSite]) -> None:
             known = next((s.plan for s in plan.sites if s.name == site.name), None)
             why = first_difference(site.program, known.equations) if known is not None else ""
             there = ", ".join(f"`{s.name}`" for s in plan.sites) or "none"
-            _refuse(f"`{site.name}` is not among its functions, {there}. {why}".strip(), " ".join(plans), key)
+            what = f"is not among its functions, {there}" if known is None else "is not the one that it was made for"
+            _refuse(f"`{site.name}` {what}. {why}".strip(), " ".join(plans), key)
         require_belonging(site.program, plans[key])
     if missing := [s.name for s in plan.sites if s.plan.fingerprint not in sites]:
         _refuse(f"the step calls no `{missing[0]}`", " ".join(plans), " ".join(sites))

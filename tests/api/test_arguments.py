@@ -255,6 +255,7 @@ def test_a_result_that_is_no_loss_is_said():
     assert told in plan.to_html()
     assert told not in str(make(layers).plan(W, X))
     assert "nothing to differentiate" in " ".join(str(make(lambda n: n * 2).plan(3)).split())
+    assert "nothing to differentiate" in " ".join(str(make(lambda w, x: jnp.argmax(x @ w)).plan(W, X)).split())
 
 
 @pytest.mark.parametrize("value", [True, 3])

@@ -95,7 +95,9 @@ def test_of_a_changed_function_the_first_difference_is_named(plan):
         return (x**2).mean()
 
     changed.__name__ = "loss"
-    with pytest.raises(jaxsub.PlanMismatchError, match=r"differs is number 1, here `sin`.*test_step_plans.py"):
+    with pytest.raises(
+        jaxsub.PlanMismatchError, match=r"`loss` is not the one.*number 1, here `sin`.*test_step_plans.py"
+    ):
         given(plan, jaxsub.sublinear(changed))(state(), X)
 
 
