@@ -20,6 +20,7 @@ from jaxsub.diagnosis.subject import Subject, bind, is_backward
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, walk
 from jaxsub.jaxpr.inline import flatten_closed
+from jaxsub.jaxpr.new_equations import is_over_slices
 from jaxsub.jaxpr.trace import aval_bytes
 
 SAME = frozenset("copy copy_p name optimization_barrier pvary".split())
@@ -195,7 +196,7 @@ def _stored_operands(eqn: Any) -> list[Any]:
     """Operands that have to be in memory: a loop's constants and stacked inputs, what a region's barrier holds."""
     primitive, _ = compat.unwrapped(eqn)
     atoms = list(eqn.invars) if primitive.name in compat.REGIONS and is_backward(eqn) else []
-    if primitive.name == "scan":
+    if primitive.name == "scan" and not is_over_slices(eqn):
         n_consts, n_carry = compat.scan_sizes(eqn)
         atoms = [*eqn.invars[:n_consts], *eqn.invars[n_consts + n_carry :]]
     return [a for a in dict.fromkeys(a for a in atoms if compat.is_var(a)) if a.aval.shape]

@@ -36,6 +36,7 @@ from jaxsub.jaxpr.axis_places import Place, State, Total
 from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear
+from jaxsub.jaxpr.new_equations import IN_SLICES
 from jaxsub.jaxpr.shardings import automatic_axes, over_automatic_axes
 from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
@@ -196,6 +197,7 @@ class _Slices:
             results, more = region(start, tuple(map(self.part, parts, places)), *wholes)
             return put(totals, (*results, *more))
 
+        body.__name__ = IN_SLICES
         firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
         head = tuple(self.stacked(x, p, n) for x, p in zip(cut, places, strict=True))
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))

@@ -19,6 +19,12 @@ def runs_in_slices(eqn: Any) -> bool:
     return bool(eqn.params.get("name") == IN_SLICES)
 
 
+def is_over_slices(eqn: Any) -> bool:
+    """Tell whether a loop is one over slices, of `jaxsub.emission.chunks`, and none of the user's."""
+    info = getattr(compat.open_jaxpr(eqn.params.get("jaxpr")), "debug_info", None)
+    return getattr(info, "func_src_info", "").startswith(IN_SLICES)
+
+
 def call_eqn(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """An equation that calls a function, also under `jax.disable_jit()`."""
     with jax.disable_jit(False):

@@ -215,6 +215,29 @@ def test_a_number_broadcast_before_a_loop_is_no_fault():
     assert bytes_["mask"] - bytes_["number"] == pytest.approx(ACTIVATION, rel=0.1)
 
 
+def test_loops_over_slices_are_none_of_the_users():
+    """What a planned loss in slices reads whole, in a step, is not the user's to move into a loop."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step_of(loss):
+        def step(ws, x):
+            return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, x), strict=True)]
+
+        return step
+
+    args, of = ([jnp.eye(32)] * 8, jnp.ones((256, 32))), dict[str, list[str]]()
+    planned = jaxsub.sublinear(loss, chunks={0: 8}, cache=False, progress=False)
+    assert planned.plan(*args).slices
+    for name, made in {"plain": loss, "planned": planned}.items():
+        found = jaxsub.doctor(jax.jit(step_of(made), donate_argnums=0), *args, verify=False)
+        of[name] = [finding.kind for finding in found.findings]
+    assert of["plain"] == of["planned"]
+
+
 def test_a_step_says_what_only_its_loss_shows():
     """A step has its gradients already: what cannot be seen in it is named."""
     found = jaxsub.doctor(jax.jit(adamw), STATE, X)
