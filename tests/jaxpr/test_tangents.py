@@ -96,11 +96,14 @@ def _refuse(primals, tangents):
 
 
 def solved(x, end):
-    """A differential equation whose time, a float that its loop carries, is read by what refuses a tangent."""
+    """A differential equation whose time, a float that its loop carries, is read by what refuses a tangent.
+
+    Steps are short: with longer ones it is chaos, which no rounding leaves alone.
+    """
 
     def step(carry, _):
         t, y = carry
-        y = lax.cond(t < end, lambda y: y + 0.1 * jnp.sin(y @ y.T) @ y * exact(t), lambda y: y, y)
+        y = lax.cond(t < end, lambda y: y + 0.01 * jnp.sin(y @ y.T) @ y * exact(t), lambda y: y, y)
         return (t + 0.1, y), None
 
     return jnp.sum(lax.scan(step, (0.0, x), None, length=16)[0][1] ** 2)
@@ -114,7 +117,8 @@ def test_what_a_loop_carries_beside_what_is_differentiated_has_no_tangent():
     assert plan.measurement.temp_bytes <= 0.4 * plain
     assert plan.loops
     small = jaxsub.jit(jax.grad(jaxsub.sublinear(solved, plan=plan)))(x, 1.0)
-    chex.assert_trees_all_close(small, jax.grad(solved)(x, 1.0), rtol=1e-5)
+    plainly = jax.grad(solved)(x, 1.0)
+    chex.assert_trees_all_close(small, plainly, rtol=1e-5, atol=1e-5 * float(jnp.abs(plainly).max()))
 
 
 def shifted(x, y, z):
