@@ -21,7 +21,7 @@ from jaxsub.devices.targets import Target
 from jaxsub.emission.scans import body_program, step_of, with_loops
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.trace import Program
-from jaxsub.partition.min_cut import choices
+from jaxsub.partition.min_cut import Choice, choices
 from jaxsub.partition.traced_run import TracedRun, trace_run, trace_step
 
 
@@ -55,14 +55,13 @@ def steps_of(
     eqn, body = program.eqns[node], body_program(program, node)
     n_consts, n_carry = (len(body.consts) + n if i == 0 else n for i, n in enumerate(compat.scan_sizes(eqn)))
     steps: list[Step] = []
-    plain = 0.0
+    plain = trace_run(body, 0, len(body.eqns))
     for inner in inner_loops:
         changed = with_loops(body, inner)
-        traced = trace_run(changed, 0, len(changed.eqns))
-        plain = plain if inner else traced.flops
+        traced = trace_run(changed, 0, len(changed.eqns)) if inner else plain
         need = partial(analytic.backward_bytes, traced, gpu=gpu)
-        steps += _steps(traced, inner, n_consts, n_carry, traced.flops - plain, need)
-    steps += _saving_in_branches(program, node, gpu)
+        steps += _steps(traced, inner, n_consts, n_carry, traced.flops - plain.flops, need)
+    steps += _saving_in_branches(program, node, plain, gpu)
     if body_chain is not None:
         sizes = [value.n_bytes for value in body.graph.values[: len(body.invars)]]
         gradient_bytes = sum(sizes[i] for i in range(n_consts) if i in body.differentiated)
@@ -79,24 +78,27 @@ def _steps(traced: TracedRun, inner: tuple[Loop, ...], n_consts: int, n_carry: i
     yield Step({"inside": inside}, kept, need(()), inner_flops, once)
     reads = zip(traced.inputs, traced.function.reads, strict=True)
     carry = {v for v, read in reads if n_consts <= read < n_consts + n_carry}
-    # a carried value is stacked a second time when it is saved by name, so no value is free here
-    for choice in reversed(choices(replace(traced, free=frozenset()))):
+    for choice in reversed(_choices(traced)):
         flops = choice.recompute_flops + inner_flops
         fields = {"inside": replace(inside, saved=choice.saved), "is_recomputed": True}
         entry_bytes = sum(map(traced.bytes_of, carry & traced.read_with(choice.saved)))
         yield Step(fields, entry_bytes + choice.saved_bytes, need(choice.saved), flops)
 
 
-def _saving_in_branches(program: Program, node: int, gpu: Target | None) -> Iterator[Step]:
+def _choices(traced: TracedRun) -> tuple[Choice, ...]:
+    """What a step may save: a carried value is stacked a second time when it is saved by name, so none is free."""
+    return choices(replace(traced, free=frozenset()))
+
+
+def _saving_in_branches(program: Program, node: int, run: TracedRun, gpu: Target | None) -> Iterator[Step]:
     """Yield regions that save values of branches of a step's conditionals too, less and less of them."""
     body = body_program(program, node)
     ways = tuple(saving_ways(body))
     if not ways:
         return
-    run = replace(trace_run(body, 0, len(body.eqns)), free=frozenset())
-    plain = trace_step(*step_of(program, Loop(node))[:2]).flops
+    plainly = trace_step(*step_of(program, Loop(node))[:2]).flops
     base = len(body.invars)
-    for inner, choice, is_kept in itertools.product(ways, choices(run), (False, True)):
+    for inner, choice, is_kept in itertools.product(ways, _choices(run), (False, True)):
         # what a conditional returns is cheap to make of what its branches save, yet for that alone all of it runs
         made = {v - base for way in inner for v in body.graph.nodes[way.node].outputs} if is_kept else ()
         saved = tuple(sorted({*choice.saved, *made}))
@@ -104,7 +106,7 @@ def _saving_in_branches(program: Program, node: int, gpu: Target | None) -> Iter
         _, step, (n_consts, n_carry) = step_of(program, Loop(node, **fields))
         traced = trace_step(body, step)
         kept, once = _residual_bytes(traced, n_consts, n_carry)
-        yield Step(fields, kept, analytic.backward_bytes(traced, (), gpu=gpu), traced.flops - plain, once)
+        yield Step(fields, kept, analytic.backward_bytes(traced, (), gpu=gpu), traced.flops - plainly, once)
 
 
 def _residual_bytes(traced: TracedRun, n_consts: int, n_carry: int) -> tuple[int, int]:
