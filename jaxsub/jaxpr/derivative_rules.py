@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.core
@@ -24,6 +25,9 @@ RULED = ("custom_jvp_call", "custom_vjp_call")
 
 NOT_TRACED = (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """What rules raise that are not made, not meant for all inputs at once, or not outside of their `jax.shard_map`."""
+
+_REFUSED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Why rules refused to be traced for all inputs at once, by the function that JAX asks for their residuals."""
 
 
 def is_inexact(atom: Any) -> bool:
@@ -85,7 +89,22 @@ def traced_vjp(eqn: Any) -> tuple[Any, Any]:
     The first returns results and what is saved; the second reads that and the cotangents of results, and returns
     cotangents of operands, those of floating-point numbers. The first operands have none where the function closes
     over them: JAX refuses to take one. In a rule that calls its own function nothing says which these are.
+
+    A rule that refuses all at once is not asked again: functions inside it would be left as it leaves them.
     """
+    refused = _REFUSED.get(asked := eqn.params["out_trees"])
+    if refused is not None:
+        raise TypeError(refused)
+    try:
+        return _traced_vjp(eqn)
+    except (NameError, jax.errors.JAXTypeError):  # that depends on what is around it: named axes, tracers
+        raise
+    except NOT_TRACED as error:
+        _REFUSED[asked] = str(error)
+        raise
+
+
+def _traced_vjp(eqn: Any) -> tuple[Any, Any]:
     function, shapes = function_of(eqn)
     trees: list[Any] = []
 

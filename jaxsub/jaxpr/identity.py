@@ -26,6 +26,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.derivative_rules import RULED, has_rules_within_rules, traced_rule
 from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.new_equations import runs_in_slices
+from jaxsub.jaxpr.rule_residuals import KeptRule
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _SET = re.compile(r"\{([^{}]*)\}")
@@ -204,6 +205,8 @@ def _root(x: Any, above: tuple[int, ...]) -> Any:
         return tuple((key, _root(part, above)) for key, part in x.items())
     if isinstance(x, types.MethodType):
         return _root(x.__func__, above), id(x.__self__)
+    if isinstance(x, KeptRule):
+        return _root(x.thunk, above)
     if isinstance(x, functools.partial) or _is_wrapped(x):
         parts = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else (x.f, x.transforms, x.params)
         return _root(parts, above)

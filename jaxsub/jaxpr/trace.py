@@ -26,6 +26,7 @@ from jaxsub.jaxpr.derivative_rules import with_gradient
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signatures_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
+from jaxsub.jaxpr.rule_residuals import with_residuals_of_each_pattern
 from jaxsub.jaxpr.shardings import Shardings, Shares, all_shardings
 from jaxsub.jaxpr.static_leaves import can_trace, passing
 from jaxsub.jaxpr.tangents import reached
@@ -190,6 +191,7 @@ def trace(
 
     with _saying_what_cudnn_needs(), _saying_what_is_static(paths):
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    closed = with_residuals_of_each_pattern(closed)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
     consts = arrays_for_rules(eqns, invars, consts)
