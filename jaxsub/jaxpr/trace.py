@@ -53,13 +53,12 @@ class Program:
         out_tree: Tree of the result.
         signatures: For each equation a digest of everything but its position.
         graph: The same program by index.
-        traced: The jaxpr it comes from, for its debug information.
+        traced, origin: The jaxpr it comes from, for its debug information, and that of the function it is part of.
         shardings: The sharding of each input; empty for a program on one device.
         platform: The platform to compile for, such as `cuda`; empty if not known yet.
         is_inside_sharded: Whether it is an inner program, such as the body of a loop, of a program with sharded inputs.
         shares: What one device holds of its values, where the bytes of the graph are counted by that.
-        is_repeated: Whether it runs several times, as a slice or a planned step of a loop: its gradients are added to
-            sums, and are no outputs.
+        is_repeated: Whether it runs several times, as a slice or a loop's step: its gradients are summed, no outputs.
     """
 
     eqns: tuple[Any, ...]
@@ -72,6 +71,7 @@ class Program:
     signatures: tuple[bytes, ...]
     graph: Graph
     traced: Any
+    origin: Any
     shardings: Shardings = ()
     platform: str = ""
     is_inside_sharded: bool = False
@@ -104,11 +104,11 @@ class Program:
         names = [v.name or "" for v in self.graph.values[: len(self.invars)]]
         made = program_of(list(eqns), list(self.invars), list(outvars or self.outvars), list(self.consts),
                           set(self.differentiated), self.loss, self.out_tree, names, self.traced)  # fmt: skip
-        return replace(made, shardings=self.shardings, platform=self.platform, is_inside_sharded=self.is_inside_sharded)
+        return replace(self.part(made), shardings=self.shardings, is_inside_sharded=self.is_inside_sharded)
 
     def part(self, inner: Program, node: int | None = None, number: int = 0) -> Program:
         """Mark an inner program, such as the body of a loop, as compiled for the same devices."""
-        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded)
+        found = replace(inner, platform=self.platform, is_inside_sharded=self.is_sharded, origin=self.origin)
         return found if self.shares is None or node is None else found.sized(self.shares.bodies.get((node, number)))
 
     def sized(self, shares: Shares | None) -> Program:
@@ -240,9 +240,9 @@ def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: l
     differentiated = tuple(i for i in sorted(positions) if _is_floating(invars[i].aval))
     eqns = reports_last(live_eqns(eqns, outvars))
     signatures = signatures_of(eqns)
-    graph = _graph(eqns, invars, outvars, differentiated, loss, names, signatures)
+    graph, traced = _graph(eqns, invars, outvars, differentiated, loss, names, signatures), compat.open_jaxpr(closed)
     return Program(tuple(eqns), tuple(invars), tuple(outvars), tuple(consts), differentiated, loss, out_tree,
-                   signatures, graph, compat.open_jaxpr(closed))  # fmt: skip
+                   signatures, graph, traced, traced)  # fmt: skip
 
 
 def check_differentiated(program: Program, positions: Iterable[int] | None = None) -> None:

@@ -206,7 +206,7 @@ class _Passes:
 
 
 _PASSES: WeakKeyDictionary[Any, dict[Any, _Passes]] = WeakKeyDictionary()
-"""Passes of single equations, by the jaxpr that a program was traced to: programs with runs in slices share it."""
+"""Passes of single equations, by the function's jaxpr: its loops' bodies and runs in slices share them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -289,7 +289,7 @@ class _Composed:
         read = list(dict.fromkeys(values))
         differentiated = tuple(k for k, v in enumerate(read) if graph.values[v].is_differentiated)
         key = program.signatures[i], tuple(map(read.index, values)), differentiated, active, rules_of(program)
-        known = _PASSES.setdefault(program.traced, {})
+        known = _PASSES.setdefault(program.origin, {})
         if key not in known:
             variables = _read_by(eqn)
             avals = [compat.shape_of(v.aval) for v in variables]
