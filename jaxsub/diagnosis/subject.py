@@ -23,7 +23,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.arguments import AnyArgnums, Statics, trace_call
 from jaxsub.jaxpr.inline import flatten_closed, live_eqns
 from jaxsub.jaxpr.static_leaves import passing, returning_changes
-from jaxsub.jaxpr.trace import Program, loss_position
+from jaxsub.jaxpr.trace import Program, check_leaves, loss_position
 from jaxsub.search.verify import gradient
 
 Flat = Callable[..., Any]
@@ -159,6 +159,7 @@ def _traced(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fun = getattr(fun, "__wrapped__", fun)
     statics = Statics.of(returning_changes(fun), (), ())
     fixed, dynamic_args, dynamic_kwargs = statics.split(args, kwargs)
+    check_leaves(jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))[0])
     bound = statics.bind(fixed, len(args))
     return jax.jit(lambda *a, **k: passing(bound(*a, **k))).trace(*dynamic_args, **dynamic_kwargs)
 

@@ -22,7 +22,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
 from jaxsub.core.wrapped import P, R
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.derivative_rules import with_gradient
+from jaxsub.jaxpr.derivative_rules import is_inexact, with_gradient
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
 from jaxsub.jaxpr.identity import dtype_name, signatures_of
 from jaxsub.jaxpr.inline import arrays_for_rules, flatten_jaxpr, live_eqns, reports_last, scope_of
@@ -183,7 +183,7 @@ def trace(
     """
     paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))
     leaves = [leaf for _, leaf in paths]
-    _check_leaves(paths)
+    check_leaves(paths)
 
     def flat(*flat_args: Any) -> Any:
         in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
@@ -237,7 +237,7 @@ def _saying_what_is_static(paths: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 def program_of(eqns: list[Any], invars: list[Any], outvars: list[Any], consts: list[Any], positions: set[int],
                loss: int | None, out_tree: Any, names: list[str], closed: Any) -> Program:  # fmt: skip
     """Put a program together from its flat parts; `positions` are those of the differentiated inputs."""
-    differentiated = tuple(i for i in sorted(positions) if _is_floating(invars[i].aval))
+    differentiated = tuple(i for i in sorted(positions) if is_inexact(invars[i]))
     eqns = reports_last(live_eqns(eqns, outvars))
     signatures = signatures_of(eqns)
     graph, traced = _graph(eqns, invars, outvars, differentiated, loss, names, signatures), compat.open_jaxpr(closed)
@@ -258,7 +258,8 @@ def check_differentiated(program: Program, positions: Iterable[int] | None = Non
     )
 
 
-def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
+def check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse leaves of arguments that are no arrays, or whose sizes are not known; all of them at once."""
     faults, symbols = [], []
     for path, leaf in paths:
         if not can_trace(leaf):
@@ -275,10 +276,6 @@ def _check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
             f"A plan needs known sizes: {', '.join(symbols)}. With jax.export, export the function once for each "
             "size, at shapes without symbols; or export the plain function, which needs no plan."
         )
-
-
-def _is_floating(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _first_floating(args: Sequence[Any]) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     )
 
 
-def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole) -> Plan | None:
+def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole, is_last: bool = False) -> Plan | None:
     """The plan in slices that is predicted to recompute least within a budget; where none fits, that needs least.
 
     Args:
@@ -68,13 +68,14 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole)
         target: What it is planned for.
         n_bytes: The budget.
         whole: Plans a program as it stands.
+        is_last: Whether nothing else fits: then slices may have any number of rows, and values be of any size.
 
     Returns:
         The plan; `None` where no run may be executed in slices.
     """
     search = _Search(program, target, Budget(n_bytes), False, whole)
     found: list[tuple[tuple[bool, bool, float, int], Runs, Plan]] = []
-    for number, runs in enumerate(find_runs(program, target, n_bytes).sets()):
+    for number, runs in enumerate(search.last_sets() if is_last else search.sets):
         is_slow_there = is_slow(program, target, runs)
         if found and min(rank for rank, *_ in found) < (False, is_slow_there, round(fixed_cost(runs), 3), number):
             continue
@@ -135,9 +136,7 @@ class _Search:
         is_left = WHOLE in self.postponed or not is_whole_first
         self._try_sets({WHOLE: None, **self.sets} if is_left else dict(self.sets), TUNING.slice_sets + is_left)
         if not self.plans:
-            is_small = TUNING.wide_share * self.n_bytes < TUNING.least_sliced_bytes
-            last = find_runs(self.program, self.target, self.n_bytes, True) if is_small else self.found.as_last()
-            self._try_sets({runs: None for runs in last.sets() if runs not in self.sets}, 1)
+            self._try_sets(self.last_sets(), 1)
 
     @cached_property
     def found(self) -> RunsFound:
@@ -148,6 +147,12 @@ class _Search:
     def sets(self) -> dict[Runs, None]:
         """The usual sets of them."""
         return dict.fromkeys(self.found.sets())
+
+    def last_sets(self) -> dict[Runs, None]:
+        """Other sets, where nothing else fits."""
+        is_small = TUNING.wide_share * self.n_bytes < TUNING.least_sliced_bytes
+        last = find_runs(self.program, self.target, self.n_bytes, True) if is_small else self.found.as_last()
+        return {runs: None for runs in last.sets() if runs not in self.sets}
 
     def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
         """Plan the program with the most promising sets of runs in slices.

@@ -112,6 +112,8 @@ class Ladder:
             plans = [self._of_site(made.plan(self.chosen, asked)) for made, asked in self._makers(n_bytes, lost)]
             if not self._little(plans, n_bytes, lost):
                 plans += self._in_slices(max(1, int(n_bytes)), lost)
+            if not any(self.needed(plan, lost) <= n_bytes for plan in plans):
+                plans += self._in_slices(max(1, int(n_bytes)), lost, is_last=True)
         fitting = [plan for plan in plans if self.needed(plan, lost) <= n_bytes]
         return min(fitting, key=self._cost) if fitting else min(plans, key=partial(self.needed, fused_bytes=lost))
 
@@ -129,7 +131,7 @@ class Ladder:
         """What a plan costs: slices that are slow come last."""
         return is_slow(self.program, self.target, plan.slices), cost_of(plan)
 
-    def _in_slices(self, n_bytes: int, lost: int) -> list[Plan]:
+    def _in_slices(self, n_bytes: int, lost: int, *, is_last: bool = False) -> list[Plan]:
         """The best plans with runs in slices within so many bytes, or the least; none where nothing may be sliced."""
         program, settings = self.program, self.site.settings
         if not (self.may_slice and may_be_sliced(program, settings)) or isinstance(settings.chunks, Mapping):
@@ -142,15 +144,16 @@ class Ladder:
                 self.plannings[splits_loops] = Planning(program, settings, self.target, self.store, self.progress,
                                                         self.prices, splits_loops)  # fmt: skip
             besides = lost if splits_loops else 0
-            plan = self._best_in_slices(n_bytes - besides, splits_loops)
+            plan = self._best_in_slices(n_bytes - besides, splits_loops, is_last)
             if plan is not None and self.needed(plan, lost) > n_bytes and self._besides(plan, lost) > besides:
-                plan = self._best_in_slices(n_bytes - self._besides(plan, lost), splits_loops)
+                plan = self._best_in_slices(n_bytes - self._besides(plan, lost), splits_loops, is_last)
             found += [] if plan is None else [plan]
         return found
 
-    def _best_in_slices(self, n_bytes: int, splits_loops: bool) -> Plan | None:
+    def _best_in_slices(self, n_bytes: int, splits_loops: bool, is_last: bool) -> Plan | None:
         """The best plan with runs in slices within so many bytes, of the function; or the least."""
-        plan = best_in_slices(self.program, self.target, max(1, n_bytes), self.plannings[splits_loops].whole)
+        whole = self.plannings[splits_loops].whole
+        plan = best_in_slices(self.program, self.target, max(1, n_bytes), whole, is_last=is_last)
         return None if plan is None else self._of_site(plan)
 
     def least(self) -> list[Plan]:
@@ -159,7 +162,8 @@ class Ladder:
             makers = self._makers(1, self.fused_bytes)
             whole = [self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts]
             whole += [] if self.program.loss is not None else [self._of_site(self._one_region())]
-            return [*whole, *self._in_slices(1, self.fused_bytes)]
+            return [*whole, *(plan for is_last in (False, True)
+                              for plan in self._in_slices(1, self.fused_bytes, is_last=is_last))]  # fmt: skip
 
     def _one_region(self) -> Plan:
         """All of a part of a network as one region: what calls it in a loop keeps its arguments alone."""

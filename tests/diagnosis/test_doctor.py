@@ -336,6 +336,13 @@ def test_a_step_of_nnx_is_one(jitted):
     assert not jaxsub.doctor(jitted(lambda m, x: jnp.mean(m(x) ** 2)), model, X).is_step
 
 
+def test_arguments_that_are_no_arrays_are_named():
+    """As `jaxsub.plan` names them: an internal function of the doctor's says a user nothing."""
+    loss = lambda w, x, mode: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    with pytest.raises(jaxsub.UnsupportedError, match="arg2 is a str"):
+        jaxsub.doctor(loss, jnp.eye(8), jnp.ones((32, 8)), "train")
+
+
 def test_a_loss_under_jit_may_have_static_arguments():
     """They are named to `jax.jit`, and nowhere else."""
     loss = jax.jit(lambda w, x, mode: jnp.mean(jnp.tanh(x @ w) ** 2), static_argnums=2)

@@ -487,6 +487,29 @@ def test_a_function_whose_own_budget_does_not_fit_says_with_which_batch():
     assert "That was with a batch of 32; max_batch begins with multiple_of=32." in caught.value.__notes__
 
 
+def test_a_small_step_may_run_in_slices_too():
+    """Where nothing else fits slices may have any size, as in a plan of the loss by itself."""
+    weights, x = [jax.random.normal(jax.random.key(i), (32, 32)) / 4 for i in range(6)], jnp.ones((256, 32))
+
+    def layers(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step_with(loss):
+        def step(weights, x):
+            value, gradients = jax.value_and_grad(loss)(weights, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+        return step
+
+    own = step_with(jaxsub.sublinear(layers, budget="24KiB", cache=False, progress=False))
+    memory = taken(jaxsub.jit(own, donate_argnums=0), weights, x)
+    step = quiet(step_with(jaxsub.sublinear(layers)), memory=memory, donate_argnums=0)
+    assert step.report(weights, x).step_bytes <= memory
+    chex.assert_trees_all_close(jaxsub.jit(step_with(layers))(weights, x), step(weights, x), rtol=1e-4)
+
+
 def test_a_step_without_a_planned_loss_says_so():
     """Its refusal lists no values that nothing is known of, and `max_batch` says why it finds no larger batch."""
     step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
