@@ -121,8 +121,8 @@ def _operands(eqn: Any, variable: Any, dims: Dims) -> Iterator[tuple[Any, Dims]]
                 yield atom, tuple(d for d in places if d is not None)
     else:
         for body in map(compat.open_jaxpr, bodies_of(eqn)):
-            more = len(eqn.invars) - len(body.invars)  # the index of a conditional
-            if more >= 0 and len(body.outvars) == len(eqn.outvars):
+            more = int(name == "cond")  # its index
+            if len(eqn.invars) == more + len(body.invars) and len(body.outvars) == len(eqn.outvars):
                 for inner, found in origins(body.eqns, body.outvars[number], dims):
                     if inner in body.invars:
                         yield eqn.invars[more + body.invars.index(inner)], found
