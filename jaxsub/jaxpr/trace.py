@@ -259,7 +259,7 @@ def check_differentiated(program: Program, positions: Iterable[int] | None = Non
 
 
 def check_leaves(paths: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse leaves of arguments that are no arrays, or whose sizes are not known; all of them at once."""
+    """Refuse leaves of arguments that JAX cannot trace, or whose sizes are not known; all of them at once."""
     faults, symbols = [], []
     for path, leaf in paths:
         if not can_trace(leaf):
