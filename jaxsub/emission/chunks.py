@@ -20,7 +20,7 @@ decides when the derivative is taken, from the symbolic zeros among its tangents
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,14 +170,14 @@ class _Slices:
         n = len(self.axis.cut)
         return tuple(args[:n]), tuple(args[n:])
 
-    def run(
-        self, step: Callable[..., tuple[Values, Values]], args: tuple[Values, Values], sums: Sequence[Any] = ()
-    ) -> tuple[Values, Values]:
+    def run(self, step: Callable[..., tuple[Values, Values]], args: tuple[Values, Values], sums: Sequence[Any] = (),
+            fixed: Collection[int] = ()) -> tuple[Values, Values]:  # fmt: skip
         """Run a step over all slices, the last of them shorter; `args` are the values to slice, and those read whole.
 
         The step is a function of a slice's start, size, parts and the values read whole, and runs inside a region. It
         returns results and further values: `sums` has the `Place` of each of these, or its shape and dtype if it is
-        summed.
+        summed. Those values to slice that are `fixed`, by number, have no tangents: a slice cuts out its part itself,
+        where stacking the parts of all would be a copy.
         """
         cut, wholes = args
         states: list[Any] = [*self.states(), *(s if isinstance(s, Place) else Total() for s in sums)]
@@ -191,15 +191,22 @@ class _Slices:
             sums = tuple(joined(t, x, s) for t, (x, s) in zip(totals, parts, strict=True))
             return sums, tuple(x for x, s in pairs if isinstance(s, Place))
 
+        inside = [i for i in fixed if places[i].dim > 0 and self.split.parts == 1]
+        uncut = [cut[i] for i in inside]
+
         def body(totals: Values, x: Any) -> tuple[Values, Values]:
-            region = compat.checkpoint(lambda start, parts, *w: step(start, self.size, parts, w), prevent_cse=False)
+            def one(start: Any, parts: Any, uncut: Sequence[Any], *wholes: Any) -> tuple[Values, Values]:
+                own = (self.cut_out(whole, places[i], start) for whole, i in zip(uncut, inside, strict=True))
+                return step(start, self.size, tuple(_put(parts, inside, own)), wholes)
+
             start, parts = x
-            results, more = region(start, tuple(map(self.part, parts, places)), *wholes)
+            parts = [p if p is None else self.part(p, place) for p, place in zip(parts, places, strict=True)]
+            results, more = compat.checkpoint(one, prevent_cse=False)(start, parts, uncut, *wholes)
             return put(totals, (*results, *more))
 
         body.__name__ = IN_SLICES
         firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
-        head = tuple(self.stacked(x, p, n) for x, p in zip(cut, places, strict=True))
+        head = [None if i in inside else self.stacked(cut[i], place, n) for i, place in enumerate(places)]
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
         found = [flat(y, p, self.split.parts) for y, p in zip(ys, carried, strict=True)]
@@ -225,6 +232,10 @@ class _Slices:
         if parts == 1:
             return jnp.moveaxis(whole if width == 1 else whole.reshape(*shape[:d], *shape[d + 1 :]), d, 0)
         return jnp.moveaxis(whole.reshape(shape), d + 1, 0).reshape(n, *shape[:d], width, *x.shape[d + 1 :])
+
+    def cut_out(self, x: Any, place: Place, start: Any) -> Any:
+        """The part of an array for the slice that starts there."""
+        return jax.lax.dynamic_slice_in_dim(x, start * place.unit, self.size * place.unit, place.dim)
 
     def part(self, x: Any, place: Place) -> Any:
         """One of the slices that `stacked` stacks."""
@@ -331,13 +342,14 @@ def _with_gradient(
 
     kinds = [slices.axis.cut[i][1] if i < n_cut else jax.ShapeDtypeStruct(primals[i].shape, primals[i].dtype)
              for i in active]  # fmt: skip
-    outs, gradients = slices.run(step, slices.sorted(primals), kinds)
+    fixed = [i for i in range(n_cut) if i not in active]
+    outs, gradients = slices.run(step, slices.sorted(primals), kinds, fixed)
     moved = [jnp.sum(g * t.astype(g.dtype)).real for g, t in zip(gradients, tangents, strict=True)]
     wide = _wide(outs[loss].dtype)
     return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
 
 
-def _put(args: Sequence[Any], places: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+def _put(args: Sequence[Any], places: Sequence[int], xs: Iterable[Any]) -> list[Any]:
     found = dict(zip(places, xs, strict=True))
     return [found.get(i, x) for i, x in enumerate(args)]
 

@@ -102,6 +102,24 @@ def test_the_gradient_of_a_loss_is_made_in_the_forward_pass():
     assert products_of(loss_of(chunked(16)), *args) == products_of(loss_of(head), *args)
 
 
+@pytest.mark.parametrize("count", [32, 5])
+def test_data_along_an_inner_axis_is_not_copied(count):
+    """Slices of a batch behind the axis of time are cut out one by one, the last of them shorter too."""
+    w, x = jnp.eye(8) / 2, jnp.asarray(RNG.normal(size=(512, 32, 8)), jnp.float32)
+
+    def loss(w, x):
+        def step(h, t):
+            h = jnp.tanh(h @ w + t)
+            return h, (h**2).sum()
+
+        return jax.lax.scan(jax.checkpoint(step), jnp.zeros((x.shape[1], 8)), x)[1].sum()
+
+    _, chunked = along(loss, w, x, seed=1, dim=1)
+    gradient, plain = (jax.value_and_grad(f) for f in (lambda *args: chunked(count)(*args), loss))
+    chex.assert_trees_all_close(gradient(w, x), plain(w, x), rtol=1e-4)
+    assert temp_bytes(gradient, w, x) < x.nbytes
+
+
 def variational(w, x):
     """A reconstruction and a divergence, each a mean of its own; then means over members."""
     made = jnp.stack([jnp.tanh(x @ w), jnp.sin(x @ w)])
