@@ -83,7 +83,9 @@ def _of_equation(eqn: Any, known: dict[int, Any]) -> Any:
 def _of_param(param: Any, known: dict[int, Any]) -> Any:
     if isinstance(param, tuple | list):
         found = [_of_param(part, known) for part in param]
-        return param if all(a is b for a, b in zip(found, param, strict=True)) else type(param)(found)
+        if all(a is b for a, b in zip(found, param, strict=True)):
+            return param
+        return type(param)(*found) if hasattr(param, "_fields") else type(param)(found)
     return _of_body(param, known) if hasattr(param, "eqns") else param
 
 

@@ -1,5 +1,7 @@
 """Rules of `custom_vjp` that depend on which inputs have tangents: one pattern does not spoil the next."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,23 @@ def test_each_pattern_keeps_its_residuals(refuses):
     else:
         traced_vjp(eqn)
     chex.assert_trees_all_equal(gradient(), first)
+
+
+def test_rules_inside_a_linear_solve():
+    """Its bodies are parts of a named tuple."""
+
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, None), lambda _, cotangent: (2 * cotangent,))
+
+    def loss(x):
+        solve = functools.partial(jax.lax.custom_linear_solve, twice, solve=lambda _, b: b / 2, symmetric=True)
+        return jnp.sum(jnp.sin(solve(x)))
+
+    planned = jaxsub.sublinear(loss, cache=False, progress=False)
+    chex.assert_trees_all_close(jax.grad(planned)(X), jax.grad(loss)(X), rtol=1e-5)
 
 
 def test_a_rule_that_refused_is_not_asked_again():
