@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -215,6 +216,25 @@ def needed_for(results: Sequence[Any], eqns: Sequence[Any], inputs: Sequence[Any
 def open_jaxpr(closed: Any) -> Any:
     """Return the open jaxpr of a closed or open one; from 0.11 on there is one class, and `.jaxpr` is itself."""
     return getattr(closed, "jaxpr", closed)
+
+
+def stores_in(held: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Find JAX's stores (`linear_util.Store`), of what a function returns beside its results, in what that closes over.
+
+    None where a version has others: a store is what can be `reset`; its own functions hold `stores`, and others in `f`.
+    """
+    seen = set() if seen is None else seen
+    if id(held) in seen or type(held).__module__.partition(".")[0] not in ("jax", "builtins", "jaxsub"):
+        return
+    seen.add(id(held))
+    if hasattr(held, "reset") and hasattr(held, "store"):
+        yield held
+    elif hasattr(held, "stores"):
+        for part in (*held.stores, getattr(held, "f", None)):
+            yield from stores_in(part, seen)
+    elif isinstance(held, FunctionType) and held.__module__.partition(".")[0] == "jax":
+        for cell in held.__closure__ or ():
+            yield from stores_in(cell.cell_contents, seen)
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

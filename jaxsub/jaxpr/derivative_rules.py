@@ -27,7 +27,7 @@ NOT_TRACED = (AssertionError, AttributeError, LookupError, NameError, RuntimeErr
 """What rules raise that are not made, not meant for all inputs at once, or not outside of their `jax.shard_map`."""
 
 _REFUSED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Why rules refused to be traced for all inputs at once, by the function that JAX asks for their residuals."""
+"""Why rules refused to be traced for all inputs at once, by the equation's parameter `out_trees`."""
 
 
 def is_inexact(atom: Any) -> bool:
@@ -90,7 +90,7 @@ def traced_vjp(eqn: Any) -> tuple[Any, Any]:
     cotangents of operands, those of floating-point numbers. The first operands have none where the function closes
     over them: JAX refuses to take one. In a rule that calls its own function nothing says which these are.
 
-    A rule that refuses all at once is not asked again: functions inside it would be left as it leaves them.
+    A rule that refused is not asked again: JAX would forget the residuals of other rules that are called inside it.
     """
     refused = _REFUSED.get(asked := eqn.params["out_trees"])
     if refused is not None:

@@ -9,24 +9,23 @@ again where that is asked for again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jax.extend.linear_util import WrappedFun, wrap_init
+from jax.extend.linear_util import wrap_init
 
 from jaxsub.jaxpr import compat
 
 Pattern = tuple[Hashable, ...]
 
 _STORED: WeakKeyDictionary[Any, dict[Pattern | None, list[Any]]] = WeakKeyDictionary()
-"""What is stored by pattern, and under `None` for the last one, by the function that JAX asks for trees."""
+"""`KeptRule.stored` of each rule, by its parameter `out_trees`: equations of one rule share it."""
 
 
 def with_residuals_of_each_pattern(closed: Any) -> Any:
-    """A jaxpr whose rules, those in bodies too, store for each pattern what is its own; itself without such rules."""
+    """Replace rules of `custom_vjp` in a jaxpr, and in its bodies, by `KeptRule`s; itself where it has none."""
     return _of_body(closed, {})
 
 
@@ -36,8 +35,8 @@ class KeptRule:
 
     Attributes:
         thunk: JAX's own function that does so.
-        stores: Where JAX stores what belongs to the pattern.
-        stored: What it stored, by pattern, and under `None` of the last one.
+        stores: JAX's stores of what belongs to the pattern; where it has none, nothing is put back.
+        stored: What they held after each pattern, and under `None` after the last one.
     """
 
     thunk: Any
@@ -45,7 +44,7 @@ class KeptRule:
     stored: dict[Pattern | None, list[Any]]
 
     def __call__(self, *pattern: Hashable) -> Any:
-        """Trace it; where that fails, what was stored last is stored again."""
+        """Trace it, and fill the stores for it; where the rule refuses, for the last pattern that it took."""
         try:
             found = self.thunk.call_wrapped(*pattern)
             if pattern not in self.stored:
@@ -59,7 +58,7 @@ class KeptRule:
 
 
 def _of_body(closed: Any, known: dict[int, Any]) -> Any:
-    """The same of a closed or open jaxpr; equations that share a body share the new one."""
+    """Replace them in a closed or open jaxpr; equations that share a body share the new one."""
     if id(closed) not in known:
         jaxpr = compat.open_jaxpr(closed)
         eqns = [_of_equation(eqn, known) for eqn in jaxpr.eqns]
@@ -75,7 +74,7 @@ def _of_equation(eqn: Any, known: dict[int, Any]) -> Any:
     params = {key: _of_param(param, known) for key, param in eqn.params.items()}
     if eqn.primitive.name == "custom_vjp_call":
         thunk = params["fwd_jaxpr_thunk"]
-        kept = KeptRule(thunk, tuple(_stores_of(thunk, set())), _STORED.setdefault(params["out_trees"], {}))
+        kept = KeptRule(thunk, tuple(compat.stores_in(thunk)), _STORED.setdefault(params["out_trees"], {}))
         params["fwd_jaxpr_thunk"] = wrap_init(kept, debug_info=thunk.debug_info)
     return eqn if all(params[key] is param for key, param in eqn.params.items()) else eqn.replace(params=params)
 
@@ -87,20 +86,3 @@ def _of_param(param: Any, known: dict[int, Any]) -> Any:
             return param
         return type(param)(*found) if hasattr(param, "_fields") else type(param)(found)
     return _of_body(param, known) if hasattr(param, "eqns") else param
-
-
-def _stores_of(held: Any, seen: set[int]) -> Iterator[Any]:
-    """Find where JAX stores what a function of its own returns beside its results, in what that closes over."""
-    if id(held) in seen or type(held).__module__.partition(".")[0] not in ("jax", "builtins", "jaxsub"):
-        return
-    seen.add(id(held))
-    if hasattr(held, "reset") and hasattr(held, "store"):
-        yield held
-    elif isinstance(held, KeptRule):
-        yield from held.stores
-    elif isinstance(held, WrappedFun):
-        for part in (held.f, *held.stores):
-            yield from _stores_of(part, seen)
-    elif isinstance(held, FunctionType) and held.__module__.partition(".")[0] == "jax":
-        for cell in held.__closure__ or ():
-            yield from _stores_of(cell.cell_contents, seen)

@@ -111,7 +111,7 @@ def test_rules_inside_a_linear_solve():
 
 
 def test_a_rule_that_refused_is_not_asked_again():
-    """Each time it would leave functions inside it, as Equinox's loops have them, as they were where it stopped."""
+    """Each time JAX would forget the residuals of rules inside it, which Equinox's loops have."""
     asked = []
 
     @jax.custom_vjp
