@@ -55,6 +55,7 @@ class Ladder:
     unsplit: Candidates | None = field(init=False, default=None)
     chosen: Partition | None = field(init=False, default=None)
     plannings: dict[bool, Planning] = field(init=False, default_factory=dict)
+    last: dict[int, list[Plan]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         with self.site.axes():
@@ -113,7 +114,9 @@ class Ladder:
             if not self._little(plans, n_bytes, lost):
                 plans += self._in_slices(max(1, int(n_bytes)), lost)
             if not any(self.needed(plan, lost) <= n_bytes for plan in plans):
-                plans += self._in_slices(max(1, int(n_bytes)), lost, is_last=True)
+                last = self._last_resort(lost)
+                may_fit = any(self.needed(plan, lost) <= n_bytes for plan in last)
+                plans += self._in_slices(int(n_bytes), lost, is_last=True) if may_fit else last
         fitting = [plan for plan in plans if self.needed(plan, lost) <= n_bytes]
         return min(fitting, key=self._cost) if fitting else min(plans, key=partial(self.needed, fused_bytes=lost))
 
@@ -150,6 +153,12 @@ class Ladder:
             found += [] if plan is None else [plan]
         return found
 
+    def _last_resort(self, lost: int) -> list[Plan]:
+        """The least plans in slices of any size, made once: for small slices a program is traced anew."""
+        if lost not in self.last:
+            self.last[lost] = self._in_slices(1, lost, is_last=True)
+        return self.last[lost]
+
     def _best_in_slices(self, n_bytes: int, splits_loops: bool, is_last: bool) -> Plan | None:
         """The best plan with runs in slices within so many bytes, of the function; or the least."""
         whole = self.plannings[splits_loops].whole
@@ -162,8 +171,7 @@ class Ladder:
             makers = self._makers(1, self.fused_bytes)
             whole = [self._of_site(made.plan(cuts, 1)) for made, _ in makers for cuts in self.cuts]
             whole += [] if self.program.loss is not None else [self._of_site(self._one_region())]
-            return [*whole, *(plan for is_last in (False, True)
-                              for plan in self._in_slices(1, self.fused_bytes, is_last=is_last))]  # fmt: skip
+            return [*whole, *self._in_slices(1, self.fused_bytes), *self._last_resort(self.fused_bytes)]
 
     def _one_region(self) -> Plan:
         """All of a part of a network as one region: what calls it in a loop keeps its arguments alone."""
