@@ -138,6 +138,8 @@ def _plan(target: Target | None, json_path: str | None, html_path: str | None, *
     """Plan for one target, print and write the plan; the exit code."""
     with _friendly():
         limit, sliced = _limit(max_memory, check), _chunks(chunks, is_step)
+        if donate is not None and not is_step:
+            raise click.UsageError("--donate names arguments that a step donates: it needs --step.")
         fun, args = _function(function), _arguments(arguments)
         try:
             if is_step:
@@ -302,7 +304,7 @@ def _load(path: str) -> Any:
 def _function(path: str) -> Any:
     """The function at such a path."""
     if not callable(found := _load(path)):
-        raise click.UsageError(f"{path} is no function, but a {type(found).__name__}. Name a loss or a step.")
+        raise click.UsageError(f"{path} is no function: it is of type {type(found).__name__}. Name a loss or a step.")
     return found
 
 
@@ -327,7 +329,8 @@ def _arguments(path: str) -> tuple[Any, ...]:
     if callable(found):
         found = found()
     if not isinstance(found, tuple | list):
-        raise click.UsageError(f"{path} must be, or return, a tuple of arguments, got a {type(found).__name__}.")
+        kind = type(found).__name__
+        raise click.UsageError(f"{path} is no tuple of arguments, nor returns one: it is of type {kind}.")
     if not jax.tree.leaves(tuple(found)):
         raise click.UsageError(f"{path} holds no arrays.")
     return tuple(found)

@@ -48,4 +48,4 @@ def several(given: Any, option: str, least: int = 0) -> tuple[Any, ...]:
 def require_function(fun: Any, call: str) -> None:
     """Refuse what cannot be called where a function is wanted."""
     if not callable(fun):
-        raise TypeError(f"jaxsub.{call} takes a function, and options such as the budget by name; got {fun!r:.99}.")
+        raise TypeError(f"jaxsub.{call} takes a function first, and options by name; got {fun!r:.99}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxsub.core.checks import several
+from jaxsub.core.checks import require_function, several
 from jaxsub.core.wrapped import name_of
 from jaxsub.emission.emit import emit
 from jaxsub.jaxpr import compat
@@ -44,6 +44,7 @@ def checkpoint(
 
     Raises:
         PolicyError: If there is no such policy.
+        TypeError: If `fun` is no function.
         UnsupportedError: At the call, with jax_remat3, if a foreign policy saves results that JAX does not call it for
             and that a region here cannot save: results in loops and branches, or moved to another memory.
 
@@ -53,6 +54,7 @@ def checkpoint(
         >>> jax.grad(lambda w: block(w, jnp.ones((3, 2))).sum())(jnp.zeros((2, 2))).tolist()
         [[3.0, 3.0], [3.0, 3.0]]
     """
+    require_function(fun, "policies.checkpoint")
     found = get(policy)
     numbers = several(static_argnums, "static_argnums")
 

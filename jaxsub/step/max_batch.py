@@ -47,7 +47,7 @@ class BatchSizes:
     def __str__(self) -> str:
         times = f" ({self.planned / self.plain:.1f} times)" if self.plain else ""
         again = f", {self.report.extra:.2f} of a forward pass again" if self.report.extra else ""
-        again += "" if self.report.sites else "; no jaxsub.sublinear function stands inside the step: wrap the loss"
+        again += "" if self.report.sites else "; no function in the step is wrapped in jaxsub.sublinear: wrap the loss"
         return (
             f"largest batch in {format_bytes(self.memory_bytes)} ({self.report.measurement.target}): "
             f"{self.plain or 'none'} as it stands, {self.planned} planned{times}{again}"

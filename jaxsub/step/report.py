@@ -195,7 +195,7 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument], unknown: 
     holders += [_row(measured.temp_bytes, needed, words), *lines]
     state = sum(h.state_bytes for h in held)
     wrap = "" if least.trial.sites else (
-        " No jaxsub.sublinear function stands inside the step, so nothing can be recomputed: wrap the loss, "
+        " No function in the step is wrapped in jaxsub.sublinear, so nothing can be recomputed: wrap the loss, "
         "loss = jaxsub.sublinear(loss)."
     )  # fmt: skip
     fixed = [site.name for site in least.trial.sites.values() if not site.is_sized]

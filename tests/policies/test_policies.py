@@ -100,6 +100,11 @@ def test_what_is_saved_is_what_the_policy_says(name, least, most, is_remat3, req
     assert least <= kept(policies.checkpoint(chain, policy=name), *chain_args()) <= most
 
 
+def test_a_policy_wraps_a_function():
+    with pytest.raises(TypeError, match=r"jaxsub\.policies\.checkpoint takes a function first"):
+        policies.checkpoint("save_all")
+
+
 def test_save_all_saves_as_much_as_no_wrapper():
     """save_all changes nothing."""
     args = chain_args()

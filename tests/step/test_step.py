@@ -515,10 +515,10 @@ def test_a_step_without_a_planned_loss_says_so():
     step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
     with pytest.raises(jaxsub.InfeasibleBudgetError) as caught:
         quiet(step, memory="1KiB").report(jnp.ones((8, 8)), jnp.ones((64, 8)))
-    assert "No jaxsub.sublinear function stands inside the step" in str(caught.value)
+    assert "No function in the step is wrapped in jaxsub.sublinear" in str(caught.value)
     assert "expected at the peak" not in str(caught.value)
     found = jaxsub.max_batch(lambda n: (step, (jnp.ones((8, 8)), jnp.ones((n, 8)))), memory="64KiB", progress=False)
-    assert "no jaxsub.sublinear function stands inside the step" in str(found)
+    assert "no function in the step is wrapped in jaxsub.sublinear" in str(found)
 
 
 def test_what_wraps_a_function_under_jit_is_no_part_of_it():
