@@ -175,15 +175,18 @@ def spans_of(
     return list(dict.fromkeys(spans))
 
 
-def live_bytes(graph: Graph) -> np.ndarray:
+def live_bytes(graph: Graph, from_first_use: bool = False) -> np.ndarray:
     """Sum the bytes that cross each position `p`: made before node `p`, read at or after it; no weights, no outputs.
 
     Input data counts until its last use: otherwise fewer bytes would seem to cross in the first block than in others.
+    It counts from the start, or as if its first reader made it.
     """
     curve = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
     skip = graph.weights() | graph.output_set()
     for value, last in zip(graph.values, graph.last_uses(), strict=True):
         made = -1 if value.producer is None else value.producer
+        if from_first_use and value.producer is None and value.consumers:
+            made = value.consumers[0]
         if value.index not in skip and last > made:
             curve[made + 1] += value.n_bytes
             if last + 1 < len(curve):

@@ -62,12 +62,17 @@ class Candidates:
                 low = asked
         return best
 
-    def predicted_to_fit(self, budget_bytes: int) -> Plan:
-        """The planner's plan on the partition on which least is predicted to be recomputed; or a refusal."""
+    def predicted_to_fit(self, budget_bytes: int, plain_bytes: int) -> Plan:
+        """The planner's plan on the partition on which least is predicted to be recomputed; or a refusal.
+
+        The least that it names is at most what is needed with nothing recomputed.
+        """
         try:
             return self._refusing(budget_bytes)
         except InfeasibleBudgetError as refused:
-            least = self._least_that_works(refused.least_bytes)
+            least = plain_bytes
+            if refused.least_bytes < plain_bytes:
+                least = min(plain_bytes, self._least_that_works(refused.least_bytes))
             if least == refused.least_bytes:
                 raise
         raise below_least(budget_bytes, least)

@@ -6,17 +6,18 @@ An axis goes in (`jaxsub.search.slicing` finds it), with a budget or a number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxsub.core.decisions import UNSPLIT, Slices, Split
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.slice_time import NO_TIME, TILE_ROWS, SliceTime
-from jaxsub.emission.chunks import makes_gradient
-from jaxsub.emission.folding import auxiliary_of, run_of
-from jaxsub.jaxpr.axis import Axis
+from jaxsub.jaxpr.axis import Axis, Step
+from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.derivative_rules import is_inexact
-from jaxsub.jaxpr.trace import Program, aval_bytes
+from jaxsub.jaxpr.trace import Program, aval_bytes, remembered
+from jaxsub.partition.inner_programs import made_bytes
 from jaxsub.partition.min_cut import choice_of
 from jaxsub.partition.traced_run import TracedRun
 
@@ -36,7 +37,9 @@ class Found:
         run: The run, in the program that contains it.
         n_kernels: Kernels of its forward pass.
         label: What it is called.
-        is_head: Whether it ends the program in a loss: then no slice is recomputed, if its gradient scales.
+        is_head: Whether it ends the program in a loss.
+        has_gradient: Whether it makes its gradient in the forward pass, for it ends in a scalar sum: then no slice is
+            recomputed.
         within: In which bodies of loops and conditionals it stands.
         weight: How often it runs.
         split: Over which devices the axis is split.
@@ -53,6 +56,7 @@ class Found:
     n_kernels: Callable[[], int]
     label: str
     is_head: bool
+    has_gradient: Callable[[], bool]
     within: tuple[tuple[int, int], ...] = ()
     weight: float = 1.0
     split: Split = UNSPLIT
@@ -61,13 +65,10 @@ class Found:
         """The run in so many slices; `time` says what each costs."""
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes
         every, own = (sum(node.flops for node in part) for part in (nodes, nodes[self.start : self.stop]))
-        if self.is_head:
-            moving = {program.variable(v.index) for v in program.graph.values if v.is_differentiated}
-            returns = run_of(program, self.start, self.stop)[2]
-            auxiliary = auxiliary_of(program, self.start, self.stop)
-            again = 0.0 if makes_gradient(self.axis, returns, moving, auxiliary) else own
+        if self.has_gradient():
+            again = 0.0
         else:
-            again = self.weight * choice_of(self.run(), ()).recompute_flops
+            again = own if self.is_head else self.weight * choice_of(self.run(), ()).recompute_flops
         once = time.share(again if self.within else own, self.rows // self.split.parts,
                           round(self.weight * self.n_kernels()), count)  # fmt: skip
         return Slices(self.start, self.stop, self.value, self.dim, count, self.axis.length, self.label, spared,
@@ -111,3 +112,30 @@ class Found:
     def units(self) -> int:
         """How many units of its axis a device has."""
         return self.axis.length // self.split.parts
+
+
+def bytes_made(steps: Iterable[Step]) -> int:
+    """Bytes of what steps make along their axis, those in loops as often as these run."""
+    found = 0
+    for step in steps:
+        places = zip(step.writes, step.outs, strict=True)
+        found += sum(aval_bytes(v.aval) for v, place in places if isinstance(place, Place))
+        found += sum(step.eqn.params.get("length", 1) * bytes_made(body.steps) for body in step.bodies)
+    return found
+
+
+@remembered
+def _kept_of_data(program: Program) -> frozenset[Any]:
+    """The variables that carry a gradient and are made of more than weights."""
+    graph, weights = program.graph, program.graph.weights()
+    found = {v.index for v in graph.values if v.producer is None} - weights
+    for node in graph.nodes:
+        if not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return frozenset(program.variable(v) for v in found if graph.values[v].is_differentiated)
+
+
+def kept_whole(program: Program, axis: Axis) -> int:
+    """The bytes that a run makes of data, but not along its axis, such as what it makes of another batch."""
+    kept = _kept_of_data(program)
+    return sum(made_bytes(eqn) for eqn in axis.before if not kept.isdisjoint(eqn.outvars))

@@ -87,19 +87,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         others = {"budget": self.budget != Budget(), "mirror": self.mirror is not None,
-                  "planner": self.planner != "auto", "chunks": self.chunks != "auto"}  # fmt: skip
-        if self.plan is not None and (other := [name for name, is_given in others.items() if is_given]):
-            raise ValueError(f"plan= is made already, and {other[0]}= would plan anew; pass one of them")
+                  "planner": self.planner != "auto", "chunks": self.chunks != "auto", "offload": bool(self.offload),
+                  "effort": self.effort != "default", "max_seconds": self.max_seconds is not None,
+                  "profile": bool(self.profile), "bound": self.bound}  # fmt: skip
+        if self.plan is not None and (given := [f"{name}=" for name, is_given in others.items() if is_given]):
+            raise ValueError(f"plan= is made already; it needs no {', no '.join(given)}, which are for planning anew.")
         if not isinstance(self.mirror, Iterable | Callable | None):
-            raise ValueError(
-                f"mirror= takes counts, for each equation or by name, or a function; got {self.mirror!r:.99}"
-            )
+            raise ValueError(f"mirror= takes counts, by equation or by name, or a function; got {self.mirror!r:.99}")
         if not (isinstance(self.chunks, bool | Mapping) or self.chunks == "auto"):
             raise ValueError(f'chunks is "auto", True, False or {{name or axis: count}}, got {self.chunks!r}')
         if self.effort not in EFFORTS:
             raise ValueError(f"effort is one of {', '.join(map(repr, EFFORTS))}, got {self.effort!r}")
         seconds = math.inf if self.max_seconds is None else self.max_seconds
-        if not (isinstance(seconds, Real) and seconds > 0):
+        if isinstance(seconds, bool) or not (isinstance(seconds, Real) and seconds > 0):
             raise ValueError(f"max_seconds is None or a positive number of seconds, got {self.max_seconds!r}")
         if self.offload is not None and self.offload not in KINDS:
             raise ValueError(f"offload is None or one of {', '.join(map(repr, KINDS))}, got {self.offload!r}")
@@ -399,8 +399,9 @@ def _trusted(candidates: Candidates, n_bytes: int) -> Plan:
     Raises:
         InfeasibleBudgetError: If no plan is predicted to fit.
     """
-    plain = candidates.plain()
-    plan = plain if predicted_bytes(plain) <= n_bytes else candidates.predicted_to_fit(n_bytes)
+    plan = candidates.plain()
+    if (needed := predicted_bytes(plan)) > n_bytes:
+        plan = candidates.predicted_to_fit(n_bytes, needed)
     return verifying.finish(candidates.pricer.program, plan, Budget(n_bytes))
 
 

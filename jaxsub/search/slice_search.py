@@ -300,8 +300,9 @@ class _Search:
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
-        found = self._plan_or_refusal(runs, self.budget)
-        return needed_or_least(self._plan_or_refusal(runs, Budget(1))) if isinstance(found, Plan) else found.least_bytes
+        known = self.predicted.get((runs, self.budget))
+        is_refused = isinstance(known, InfeasibleBudgetError)
+        return needed_or_least(known if known and is_refused else self._plan_or_refusal(runs, Budget(1)))
 
     def _spares(self, plan: Plan) -> bool:
         """Whether a plan needs less than all found so far, and recomputes no more."""

@@ -104,10 +104,12 @@ class _Tried:
 def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -> _Tried:
     """The whole function in slices that recompute as little as is predicted to fit, or need least where none fits."""
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass
+    seen: list[_Tried] = []
 
     def tried(runs: Runs, needed: int) -> _Tried:
         found = _plan_or_refusal(whole, with_slices(program, runs), Budget(n_bytes), True)
-        return _Tried(runs, needed, needed_or_least(found))
+        seen.append(_Tried(runs, needed, needed_or_least(found)))
+        return seen[-1]
 
     def planned(asked: int) -> _Tried:
         inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
@@ -120,14 +122,16 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -
         return most
     one = program_of_slice(program, runs[0])
     most = replace(most, needed=needed_bytes(whole(one, Budget(NO_LIMIT), True)))
-    least = planned(most.needed - (most.total - n_bytes))
+    asked = most.needed - (most.total - n_bytes) if n_bytes > 1 else 1  # one byte asks for the least
+    least = planned(asked)
+    aim = int(n_bytes * (1 - TUNING.budget_margin))  # a miss by little costs as much as one by much
     for _ in range(TUNING.slice_corrections):  # on the line through both, before the least
-        if least.total <= n_bytes or least.needed >= most.needed:
+        if least.total <= n_bytes or asked <= 1 or least.needed >= most.needed:
             break
         slope = min(1.0, (most.total - least.total) / (most.needed - least.needed))
-        asked = least.needed - (least.total - n_bytes) / slope if slope > 0 else 1
-        most, least = least, planned(int(asked))
-    if least.total > n_bytes:
+        asked = int(least.needed - (least.total - aim) / slope) if slope > 0 else 1
+        most, least = least, planned(asked)
+    if least.total > n_bytes and asked > 1:
         most, least = least, planned(1)
     low, is_same = least.needed, False
     for _ in range(TUNING.slice_corrections):
@@ -142,7 +146,7 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -
             most = found
         else:
             least, low = found, asked
-    return least
+    return least if least.total <= n_bytes else min(seen, key=lambda found: found.total)
 
 
 def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:

@@ -10,7 +10,7 @@ the budget, and no more than leaves its products `least_rows` rows (`jaxsub.jaxp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -28,10 +28,11 @@ from jaxsub.costs.roofline import count_kernels
 from jaxsub.costs.slice_time import TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
 from jaxsub.emission.bodies import bodies_of_node
-from jaxsub.emission.folding import run_of, still_of
+from jaxsub.emission.chunks import makes_gradient
+from jaxsub.emission.folding import auxiliary_of, run_of, still_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis import NotIndependent, Step
+from jaxsub.jaxpr.axis import NotIndependent
 from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
@@ -39,7 +40,7 @@ from jaxsub.jaxpr.trace import Program, aval_bytes, remembered
 from jaxsub.partition.cuts import find_cuts, live_bytes
 from jaxsub.partition.inner_programs import find_nested, made_bytes
 from jaxsub.partition.traced_run import trace_run
-from jaxsub.search.found_run import Found
+from jaxsub.search.found_run import Found, bytes_made, kept_whole
 from jaxsub.search.slice_seeds import batch_seeds, seeds_of_run, seeds_round_value, sources
 
 Chunks = str | bool | Mapping[Any, int]
@@ -81,12 +82,13 @@ class RunsFound:
     def sets(self) -> Iterator[tuple[Slices, ...]]:
         """Sets of runs to execute in slices, those first that recompute nothing.
 
-        The loss head; the whole function along its batch; the head and the widest run in the body of a loop or
-        conditional; all such runs; runs elsewhere too. Then the same in as many slices as their products allow: of as
-        many rows as keep the target busy, and of a tile's; as a last resort of any number of rows.
+        The loss head, and whatever else is summed up to a scalar; the whole function along its batch; the head and the
+        widest run in the body of a loop or conditional; all such runs; runs elsewhere too. Then the same in as many
+        slices as their products allow: of as many rows as keep the target busy, and of a tile's; as a last resort of
+        any number of rows.
         """
         whole = [self.batch] if isinstance(self.batch, Found) else []
-        heads = [run for run in self.runs if run.is_head]
+        heads = [run for run in self.runs if run.is_head or (not run.within and run.has_gradient())]
         loops = sorted((run for run in self.runs if run.within), key=lambda run: -run.carried_bytes)
         usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
         told: dict[tuple[Slices, ...], None] = {}
@@ -116,8 +118,8 @@ def find_runs(program: Program, target: Target, n_bytes: int, is_last: bool = Fa
     least = least_rows(target, dtype)
     narrowest = 0 if is_last else TUNING.least_sliced_bytes
     runs, refused = _everywhere(program, n_bytes, least, narrowest)
-    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs, batch_run(program, narrowest),
-                     refused, is_last)  # fmt: skip
+    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs,
+                     batch_run(program, n_bytes, narrowest), refused, is_last)  # fmt: skip
 
 
 def _everywhere(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
@@ -259,9 +261,13 @@ def _label(program: Program, start: int, stop: int) -> str:
 
 
 def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
-    """Disjoint runs round the widest values, each with its best axis; alike runs all of them."""
+    """Disjoint runs round the widest values, each with its best axis; alike runs all of them.
+
+    Most of what a run makes is along its axis. What it makes of another batch is kept whole: where that is more than
+    the budget, each batch has a run of its own.
+    """
     graph = program.graph
-    live, last = live_bytes(graph), graph.last_uses()
+    live, last = live_bytes(graph, from_first_use=True), graph.last_uses()
     wide = max(narrowest, min(TUNING.peak_share * int(live.max(initial=1)), TUNING.wide_share * n_bytes))
     made = [v for v in graph.values if v.producer is not None and v.n_bytes > TUNING.narrow_share * wide]
     before = list(accumulate(map(made_bytes, program.eqns), initial=0))
@@ -280,7 +286,8 @@ def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tu
                 continue
             axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
             half = (before[run[1]] - before[run[0]]) // 2
-            axes = [a for a in axes if 2 * a.carried_bytes > value.n_bytes and _bytes_made(a.axis.steps) > half]
+            axes = [a for a in axes if 2 * a.carried_bytes > value.n_bytes and bytes_made(a.axis.steps) > half
+                    and kept_whole(program, a.axis) <= n_bytes]  # fmt: skip
             if axes:
                 found.append(
                     max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))
@@ -339,10 +346,12 @@ def _little(live: np.ndarray, positions: Sequence[int], n_bytes: int) -> float:
     return -1.0
 
 
-def batch_run(program: Program, narrowest: int = TUNING.least_sliced_bytes) -> Found | NotIndependent | None:
+def batch_run(program: Program, n_bytes: int,
+              narrowest: int = TUNING.least_sliced_bytes) -> Found | NotIndependent | None:  # fmt: skip
     """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
 
     Most of what it makes has to be along the batch: with a total over it in every layer the loss alone would be sliced.
+    What it makes of another batch may be no more than the budget.
 
     The batch is that argument, not differentiated, from which a dimension of the widest value comes; state of a model
     may stand before it. Else it is the first dimension of one, or the second, behind time. `None` where it is no loss,
@@ -358,28 +367,20 @@ def batch_run(program: Program, narrowest: int = TUNING.least_sliced_bytes) -> F
     for tried in ([*seeds, *batch_seeds(program, 0)[:2]], batch_seeds(program, 1)[:2]):
         found, refused = _follow_all(program, 0, len(program.eqns), tried)
         wide = [run for run in found
-                if _bytes_made(run.axis.steps) > max(half, narrowest * run.split.parts)]  # fmt: skip
+                if bytes_made(run.axis.steps) > max(half, narrowest * run.split.parts)
+                and kept_whole(program, run.axis) <= n_bytes]  # fmt: skip
         if wide:
             return max(wide, key=lambda f: f.carried_bytes)
         first = first or next(iter(refused), None)
     return first
 
 
-def _bytes_made(steps: Iterable[Step]) -> int:
-    """Bytes of what steps make along their axis, those in loops as often as these run."""
-    found = 0
-    for step in steps:
-        places = zip(step.writes, step.outs, strict=True)
-        found += sum(aval_bytes(v.aval) for v, place in places if isinstance(place, Place))
-        found += sum(step.eqn.params.get("length", 1) * _bytes_made(body.steps) for body in step.bodies)
-    return found
-
-
 def _follow_all(
     program: Program, start: int, stop: int, seeds: Sequence[tuple[int, int]]
 ) -> tuple[list[Found], list[NotIndependent]]:
     eqns, reads, returns = run_of(program, start, stop)
-    still = still_of(program, start, stop)
+    still, auxiliary = still_of(program, start, stop), auxiliary_of(program, start, stop)
+    moving = {program.variable(v) for v in program.graph.read_by(start, stop)} - still
     found: dict[Any, Found] = {}
     refused: list[NotIndependent] = []
     for value, dim in seeds:
@@ -400,7 +401,8 @@ def _follow_all(
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
         run, n_kernels = partial(trace_run, program, start, stop), cache(partial(count_kernels, eqns, reads, returns))
+        has_gradient = cache(partial(makes_gradient, axis, returns, moving, auxiliary))
         is_head = program.loss is not None and stop == len(program.eqns)
         found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, rows_of(axis), run,
-                           n_kernels, _label(program, start, stop), is_head, split=split)  # fmt: skip
+                           n_kernels, _label(program, start, stop), is_head, has_gradient, split=split)  # fmt: skip
     return list(found.values()), refused

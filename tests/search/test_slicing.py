@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -307,7 +308,7 @@ def test_the_loss_alone_is_not_the_whole_function(is_quantized):
 
     args = jnp.ones((6, 64, 256)), jnp.ones((2048, 64)), jnp.ones((2048, 64))
     program = trace(loss, args, {}, argnums=(0,))
-    assert isinstance(slicing.batch_run(program), slicing.NotIndependent) is is_quantized
+    assert isinstance(slicing.batch_run(program, 2**40), slicing.NotIndependent) is is_quantized
 
 
 def test_a_plan_in_slices_is_saved_and_loaded(tmp_path):
@@ -731,6 +732,33 @@ def test_two_batches_that_are_compared_are_sliced_together():
     assert [run.extra_share for run in plan.slices] == [0.0]
     assert plan.planner == "plain"
     assert plan.measurement.temp_bytes <= 0.25 * plan.plain_measurement.temp_bytes
+
+
+def network(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def summed_in_turn(ws, x, z):
+    return (network(ws, x) ** 2).mean() + (network(ws, z) ** 2).mean()
+
+
+def summed_at_the_end(ws, x, z):
+    real, generated = network(ws, x).sum(1), network(ws, z).sum(1)
+    return jax.nn.softplus(-real).mean() + jax.nn.softplus(generated).mean()
+
+
+@pytest.mark.parametrize(("loss", "again"), [(summed_in_turn, [0, 0]), (summed_at_the_end, [0.5, 0])])
+def test_each_of_two_batches_has_slices_of_its_own(loss, again):
+    """Losses of two batches that are added up fit a tenth of plain's memory."""
+    ws, x, z = [jnp.eye(32) * 0.9] * 8, jnp.asarray(RNG.normal(size=(4096, 32)), jnp.float32), jnp.ones((3000, 32))
+    plain = jaxsub.measure(loss, ws, x, z).temp_bytes
+    planned = jaxsub.sublinear(loss, budget=plain // 10, cache=False, progress=False)
+    plan = planned.plan(ws, x, z)
+    assert plan.measurement.temp_bytes <= plain // 10
+    assert [round(run.extra_share, 1) for run in plan.slices] == pytest.approx(again, abs=0.11)
+    chex.assert_trees_all_close(jax.grad(planned)(ws, x, z), jax.grad(loss)(ws, x, z), rtol=1e-4, atol=1e-7)
 
 
 def test_a_recurrent_network_is_not_sliced_into_rows():

@@ -58,6 +58,7 @@ def test_a_second_budget_compiles_no_more_than_one_program_more(compiles, tmp_pa
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"effort": "most"}, "effort is one of 'low', 'default', 'high', got 'most'"),
+    ({"max_seconds": True}, "max_seconds is None or a positive number of seconds, got True"),
     ({"max_seconds": 0}, "max_seconds is None or a positive number of seconds, got 0"),
     ({"max_seconds": "1m"}, "max_seconds is None or a positive number of seconds, got '1m'"),
 ])  # fmt: skip
