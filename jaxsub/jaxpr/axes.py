@@ -26,7 +26,7 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step, live_steps
 from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule
-from jaxsub.jaxpr.axis_origin import origins
+from jaxsub.jaxpr.axis_origin import inputs_with_axis
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.derivative_rules import is_inexact
@@ -80,9 +80,8 @@ def _joining(axis: Axis, inputs: Sequence[Any]) -> Iterator[tuple[Any, int]]:
         return
     read = {a for eqn in axis.before for a in eqn.invars if compat.is_var(a)}
     for cut, place in axis.cut:
-        for variable, (dim, *_) in origins(axis.before, cut, (place.dim,)):
-            if variable in inputs and variable in read and variable.aval.shape[dim] % axis.length == 0:
-                yield variable, dim
+        having = inputs_with_axis(axis.before, inputs, cut, place.dim, axis.length)
+        yield from ((variable, there.dim) for variable, there in having if variable in read)
 
 
 def follow_all(
@@ -122,15 +121,17 @@ def follow_all(
             first = shorter.n_units
 
 
-def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0) -> Body:
+def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0,
+            joins: bool = False) -> Body:  # fmt: skip
     """Follow an axis of `n` units through a jaxpr in an equation; some inputs may turn out to be needed in slices too.
 
     How its inputs carry the axis is given, and how its outputs are to carry it at least; `order` is the derivative's.
+    With `joins` those inputs are needed in slices, too, of which values are made that have the axis.
     """
     jaxpr, ins = compat.open_jaxpr(closed), list(ins)
     consts = tuple(getattr(closed, "consts", ()))
     while True:
-        walk = _Inside(n, jaxpr.invars, order)
+        walk = _Inside(n, jaxpr.invars, order, joins)
         try:
             for var, place in zip(jaxpr.invars, ins, strict=True):
                 walk.states[var] = place
@@ -206,7 +207,7 @@ class _Walk:
         if eqn.effects:
             raise NoRule("its effect must happen once")
         n = next(units_of(a, place) for a, place in zip(eqn.invars, ins, strict=True) if place is not None)
-        follow = Follow(lambda closed, ins, wanted, order: body_of(closed, ins, n, wanted, order), self.order)
+        follow = Follow(lambda closed, ins, wanted, *how: body_of(closed, ins, n, wanted, *how), self.order)
         if (rule := rule_of(eqn)) is not None:
             held = Held(rule(eqn, ins, n), ())
         elif (found := held_rule(eqn, ins, follow)) is not None:
@@ -252,6 +253,8 @@ class _Walk:
 class _Inside(_Walk):
     """A body: all of its equations run in the slice, those that do not carry the axis whole."""
 
+    joins: bool = False
+
     def take(self, eqn: Any, ins: Sequence[State]) -> None:
         if any(isinstance(i, Total) for i in ins):
             self.total(eqn, ins)
@@ -271,6 +274,10 @@ class _Inside(_Walk):
     def sliced(self, atom: Any, place: Place) -> None:
         if atom in self.inputs:
             raise _Refined(atom, place)
+        eqns = tuple(dict.fromkeys(self.makers.values())) if self.joins else ()
+        for variable, there in inputs_with_axis(eqns, self.inputs, atom, place.dim, self.n):
+            if self.state(variable) is None:
+                raise _Refined(variable, there)
         self.steps.append(Step(None, (atom,), (None,), (atom,), (place,)))
 
 
@@ -316,13 +323,8 @@ class _Run(_Walk):
         """Run a total before the slices if it is made without tangents by a few cheap equations."""
         n = 1 + sum(self.light.get(a, 0) for a in eqn.invars if compat.is_var(a))
         is_light = all(a in self.light for a in eqn.invars if isinstance(self.state(a), Place))
-        if (
-            not is_light
-            or n > TUNING.light_equations
-            or is_costly(eqn)
-            or bodies_of(eqn)
-            or not self.moving.isdisjoint(eqn.outvars)
-        ):
+        is_heavy = n > TUNING.light_equations or is_costly(eqn) or bodies_of(eqn)
+        if not is_light or is_heavy or not self.moving.isdisjoint(eqn.outvars):
             return
         if all(isinstance(self.states[v], Total) for v in eqn.outvars):
             self.steps.pop()

@@ -8,6 +8,7 @@ followed for second derivatives, and for higher ones only when they are taken.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import jax.core
 import numpy as np
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis import Body
-from jaxsub.jaxpr.axis_places import NoRule, Place, Ruled, State, Total
+from jaxsub.jaxpr.axis import Body, NotIndependent
+from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Ruled, State, Total
 from jaxsub.jaxpr.derivative_rules import NOT_TRACED, is_inexact, jvp_of, traced_vjp
 
 CHECKED_ORDERS = 2
@@ -29,12 +30,13 @@ CHECKED_ORDERS = 2
 class Follow:
     """A function that follows the axis through a body, and the order of derivative of its equation."""
 
-    call: Callable[[Any, Sequence[Place | None], Sequence[State], int], Body]
+    call: Callable[[Any, Sequence[Place | None], Sequence[State], int, bool], Body]
     order: int = 0
 
-    def __call__(self, closed: Any, ins: Sequence[Place | None], wanted: Sequence[State] = (), more: int = 0) -> Body:
-        """Follow it; `more` orders of derivatives further in."""
-        return self.call(closed, ins, wanted, self.order + more)
+    def __call__(self, closed: Any, ins: Sequence[Place | None], wanted: Sequence[State] = (), more: int = 0,
+                 joins: bool = False) -> Body:  # fmt: skip
+        """Follow it; `more` orders of derivatives further in; of what its values are made may join."""
+        return self.call(closed, ins, wanted, self.order + more, joins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +77,25 @@ def _moved(places: Iterable[State], by: int) -> list[Any]:
 def _looped(
     body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow
 ) -> tuple[Body, list[Place | None]]:
-    """A loop's body, its carry the same before and after a step."""
+    """A loop's body, its carry the same before and after a step.
+
+    Where each slice would make whole values in each step and take its part, what they are made of joins if it can, as
+    the tokens do that a decoder reads.
+    """
+    found = _carried(body, ins, n_consts, n_carry, follow, False)
+    if follow.order == 0 and any(step.eqn is None for step in found[0].steps):
+        with contextlib.suppress(NoRule, NotIndependent, Coarser):
+            return _carried(body, ins, n_consts, n_carry, follow, True)
+    return found
+
+
+def _carried(
+    body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow, joins: bool
+) -> tuple[Body, list[Place | None]]:
     ins = list(ins)
     while True:
         carried = slice(n_consts, n_consts + n_carry)
-        found = follow(body, ins, ins[carried])
+        found = follow(body, ins, ins[carried], joins=joins)
         more: list[Any] = list(map(_merged, ins, found.ins))
         after = [_merged(a, b) for a, b in zip(more[carried], found.outs, strict=False)]
         if any(isinstance(a, Total) for a in after):

@@ -43,6 +43,15 @@ def origins(eqns: Sequence[Any], variable: Any, dims: Dims) -> Iterator[tuple[An
             todo += list(_operands(eqn, *here))[::-1]
 
 
+def inputs_with_axis(
+    eqns: Sequence[Any], inputs: Sequence[Any], variable: Any, dim: int, n_units: int
+) -> Iterator[tuple[Any, Place]]:
+    """Find the inputs of some equations, and their dimensions, that a value has an axis of so many units from."""
+    for found, (first, *_) in origins(eqns, variable, (dim,)):
+        if found in inputs and found.aval.shape[first] % n_units == 0:
+            yield found, Place(first, found.aval.shape[first] // n_units)
+
+
 def slices_whole_values(steps: Iterable[Step]) -> bool:
     """Whether a slice takes its part of a whole value itself, in a body."""
     return any(step.eqn is None for step in _all(steps))

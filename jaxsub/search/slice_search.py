@@ -49,15 +49,13 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     search.run()
     if not search.plans:
         raise search.refusal()
-    is_asked = chunks is True
-    return min(
-        search.plans,
-        key=lambda plan: (
-            round(recomputed_share(plan) if is_asked else cost_of(plan), 3),
-            0 if is_asked else _n_slices(plan),
-            needed_bytes(plan),
-        ),
-    )
+
+    def rank(plan: Plan) -> tuple[float, int, int]:
+        if search.is_asked:
+            return round(recomputed_share(plan), 3), 0, needed_bytes(plan)
+        return round(cost_of(plan), 3), _n_slices(plan), needed_bytes(plan)
+
+    return min(search.plans, key=rank)
 
 
 def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole, is_last: bool = False) -> Plan | None:
@@ -136,7 +134,7 @@ class _Search:
         is_left = WHOLE in self.postponed or not is_whole_first
         self._try_sets({WHOLE: None, **self.sets} if is_left else dict(self.sets), TUNING.slice_sets + is_left)
         if not self.plans:
-            self._try_sets(self.last_sets(), 1)
+            self._try_sets(self.last_sets(), TUNING.slice_sets, is_last=True)
 
     @cached_property
     def found(self) -> RunsFound:
@@ -154,14 +152,16 @@ class _Search:
         last = find_runs(self.program, self.target, self.n_bytes, True) if is_small else self.found.as_last()
         return {runs: None for runs in last.sets() if runs not in self.sets}
 
-    def _try_sets(self, sets: dict[Runs, None], most: int) -> None:
-        """Plan the program with the most promising sets of runs in slices.
+    def _try_sets(self, sets: dict[Runs, None], most: int, is_last: bool = False) -> None:
+        """Plan the program with the most promising sets of runs in slices; as a last resort one, more if they may fit.
 
         Once predictions of one have been too low, another may be expected to recompute less: it comes first then.
         """
         n_tried = 0
         while n_tried < most and (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
             (does_not_fit, _, cost, _), chosen = found
+            if is_last and (self.plans or (n_tried and does_not_fit)):
+                return
             chosen = WHOLE if WHOLE in sets and not does_not_fit and self._may_spare(cost) else chosen
             sets.pop(chosen)
             if self._tried(chosen, tuple(sets)):
@@ -300,9 +300,9 @@ class _Search:
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
-        known = self.predicted.get((runs, self.budget))
-        is_refused = isinstance(known, InfeasibleBudgetError)
-        return needed_or_least(known if known and is_refused else self._plan_or_refusal(runs, Budget(1)))
+        found = self.predicted.get((runs, self.budget))
+        found = found if isinstance(found, InfeasibleBudgetError) else self._plan_or_refusal(runs, Budget(1))
+        return needed_or_least(found)
 
     def _spares(self, plan: Plan) -> bool:
         """Whether a plan needs less than all found so far, and recomputes no more."""

@@ -761,6 +761,54 @@ def test_each_of_two_batches_has_slices_of_its_own(loss, again):
     chex.assert_trees_all_close(jax.grad(planned)(ws, x, z), jax.grad(loss)(ws, x, z), rtol=1e-4, atol=1e-7)
 
 
+def language_model(params, tokens):
+    """A scanned RNN over time-major tokens."""
+
+    def step(h, token):
+        h = jnp.tanh(params["table"][token] @ params["in"] + h @ params["hidden"])
+        return h, h
+
+    _, hs = lax.scan(step, jnp.zeros((tokens.shape[1], 64)), tokens)
+    return (jax.nn.logsumexp(hs @ params["table"].T, -1) ** 2).mean()
+
+
+RECURRENT = {"table": (120, 64), "in": (64, 64), "hidden": (64, 64)}
+
+
+def recurrent():
+    """Weights of `language_model`, and a batch of 32 sentences."""
+    weights = {name: random.normal(random.key(i), shape) / 8 for i, (name, shape) in enumerate(RECURRENT.items())}
+    return weights, random.randint(random.key(3), (24, 32), 0, 120)
+
+
+@pytest.mark.parametrize("budget", [640_000, 560_000, 480_000])
+def test_no_budget_is_refused_that_is_larger_than_one_that_is_met(budget):
+    """The first of the sets of slices that are a last resort needs more than is predicted of it; another is tried."""
+    plan = jaxsub.plan(language_model, *recurrent(), budget=budget, cache=False)
+    assert plan.measurement.temp_bytes <= budget
+
+
+def test_what_a_loop_reads_of_another_batch_is_sliced_with_it():
+    """A decoder reads tokens of its own: made whole in each slice, their products would be computed eight times."""
+
+    def translate(params, source, target):
+        def step(h, token):
+            h = jnp.tanh(params["table"][token] @ params["in"] + h @ params["hidden"])
+            return h, h
+
+        h, _ = lax.scan(step, jnp.zeros((source.shape[1], 64)), source)
+        _, hs = lax.scan(step, h, target[:-1])
+        return (jax.nn.logsumexp(hs @ params["table"].T, -1) ** 2).mean()
+
+    weights, tokens = recurrent()
+    planned = jaxsub.sublinear(translate, chunks={1: 8}, cache=False)
+    flops = [
+        jaxpr_flops(jax.make_jaxpr(jax.grad(f))(weights, tokens, tokens + 1).jaxpr).total for f in (translate, planned)
+    ]
+    print(f"{flops[1] / flops[0]:.2f} of plain's FLOPs")
+    assert flops[1] < 1.4 * flops[0]
+
+
 def test_a_recurrent_network_is_not_sliced_into_rows():
     """Each step of a slice of few rows reads the weights for little: where regions fit they are taken, else slices."""
 
