@@ -38,11 +38,25 @@ def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callab
 
     def step(env: dict[int, Any]) -> None:
         shapes = {v: env[v].shape for v in values if v in flat}
-        held = compat.fence([flattened(env[v]) if v in flat else env[v] for v in values])
+        held = fence([flattened(env[v]) if v in flat else env[v] for v in values])
         env.update(zip(values, held, strict=True))
         shaped(shapes)(env)
 
     return step
+
+
+def fence(values: Sequence[Any]) -> list[Any]:
+    """Put values behind one barrier; in `shard_map`, where JAX 0.10 would change their types, one for each type."""
+    types = [jax.typeof(x) for x in values]
+    fenced = list(jax.lax.optimization_barrier(list(values)))
+    if [jax.typeof(x) for x in fenced] == types:
+        return fenced
+    axes = [frozenset(compat.varying(t)) for t in types]
+    for kind in dict.fromkeys(axes):
+        places = [i for i, a in enumerate(axes) if a == kind]
+        for i, x in zip(places, jax.lax.optimization_barrier([values[i] for i in places]), strict=True):
+            fenced[i] = x
+    return fenced
 
 
 def flattened(x: Any) -> Any:

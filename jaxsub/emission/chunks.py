@@ -37,7 +37,7 @@ from jaxsub.jaxpr.derivative_rules import is_inexact, no_tangent
 from jaxsub.jaxpr.flops import primitives_in
 from jaxsub.jaxpr.linearity import is_linear
 from jaxsub.jaxpr.new_equations import IN_SLICES
-from jaxsub.jaxpr.shardings import automatic_axes, over_automatic_axes
+from jaxsub.jaxpr.shardings import automatic_axes, over_automatic_axes, varying_as
 from jaxsub.jaxpr.tangents import ZERO_TANGENT
 
 Values = tuple[Any, ...]
@@ -95,7 +95,7 @@ def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int,
     slices = _Slices(axis, _results(axis, outputs), -(-axis.length // count), split=split)
     n_cut = len(axis.cut)
     parts = [_part_of(v.aval, place, slices.size) for v, place in axis.cut]
-    wholes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in axis.reads]
+    wholes = [compat.shape_of(v.aval, v.aval.shape) for v in axis.reads]
 
     def one(start: Any, *args: Any) -> Values:
         return slices.one(start, slices.size, args[:n_cut], args[n_cut:])
@@ -106,7 +106,7 @@ def jaxpr_of_slice(axis: Axis, outputs: Sequence[Any], count: int,
 
 def _part_of(aval: Any, place: Place, size: int) -> jax.ShapeDtypeStruct:
     shape = tuple(size * place.unit if d == place.dim else s for d, s in enumerate(aval.shape))
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
+    return compat.shape_of(aval, shape)
 
 
 def _results(axis: Axis, outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -140,6 +140,9 @@ class _Slices:
     split: Split = UNSPLIT
     read: frozenset[Any] = frozenset()
     platform: str | None = None
+
+    def keys(self) -> list[Any]:
+        return [*(v for v, _ in self.axis.cut), *self.axis.reads]
 
     def states(self) -> list[State]:
         return [self.axis.places[v] for v in self.wanted]
@@ -205,7 +208,8 @@ class _Slices:
             return put(totals, (*results, *more))
 
         body.__name__ = IN_SLICES
-        firsts = tuple(first(a, s) for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))
+        firsts = tuple(varying_as(first(a, s), a)
+                       for a, s in zip(avals, states, strict=True) if not isinstance(s, Place))  # fmt: skip
         head = [None if i in inside else self.stacked(cut[i], place, n) for i, place in enumerate(places)]
         totals, ys = jax.lax.scan(body, firsts, (jnp.arange(n) * self.size, head))
         carried = [s for s in states if isinstance(s, Place)]
@@ -252,7 +256,7 @@ def _differentiable(slices: _Slices) -> Callable[..., Values]:
     def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         moving, given = _moving(slices, active), [tangents[i] for i in active]
-        loss, found = _only_loss(slices, moving), dict[Any, Any]()
+        loss, found = _only_loss(slices, moving, active), dict[Any, Any]()
         if loss is not None and moving == [loss]:
             outs, found[loss] = _with_gradient(slices, primals, active, given, loss)
         else:
@@ -297,16 +301,21 @@ def makes_gradient(
     Of the variables that the run reads, `differentiated` have tangents; of the outputs, `auxiliary` are not counted.
     """
     slices = _Slices(axis, _results(axis, outputs), axis.length, read=_read_for(axis, auxiliary, outputs))
-    keys = (*(v for v, _ in axis.cut), *axis.reads)
-    moving = _moving(slices, [i for i, v in enumerate(keys) if v in differentiated])
-    return slices.has_loss() and _only_loss(slices, moving) is not None
+    active = [i for i, v in enumerate(slices.keys()) if v in differentiated]
+    return slices.has_loss() and _only_loss(slices, _moving(slices, active), active) is not None
 
 
-def _only_loss(slices: _Slices, moving: Sequence[int]) -> int | None:
-    """The result that moves, if it is only one beside auxiliary ones, and a scalar total."""
+def _only_loss(slices: _Slices, moving: Sequence[int], active: Sequence[int]) -> int | None:
+    """The result that moves, if it is only one beside auxiliary ones, and a scalar total.
+
+    In `shard_map`, what is the same on all devices and moves a loss that is not has a gradient summed over them.
+    """
     moving = [i for i in moving if slices.wanted[i] in slices.read]
     is_one = len(moving) == 1 and isinstance(slices.states()[moving[0]], Total)
-    return moving[0] if is_one and slices.wanted[moving[0]].aval.shape == () else None
+    if not is_one or slices.wanted[moving[0]].aval.shape != ():
+        return None
+    keys, axes = slices.keys(), set(compat.varying(slices.wanted[moving[0]].aval))
+    return moving[0] if all(axes.issubset(compat.varying(keys[i].aval)) for i in active) else None
 
 
 def _moving(slices: _Slices, active: Sequence[int]) -> list[int]:
@@ -340,8 +349,7 @@ def _with_gradient(
         (_, outs), gradients = gradient(*(given[i] for i in active))
         return outs, gradients
 
-    kinds = [slices.axis.cut[i][1] if i < n_cut else jax.ShapeDtypeStruct(primals[i].shape, primals[i].dtype)
-             for i in active]  # fmt: skip
+    kinds = [slices.axis.cut[i][1] if i < n_cut else jax.typeof(primals[i]) for i in active]
     fixed = [i for i in range(n_cut) if i not in active]
     outs, gradients = slices.run(step, slices.sorted(primals), kinds, fixed)
     moved = [jnp.sum(g * t.astype(g.dtype)).real for g, t in zip(gradients, tangents, strict=True)]

@@ -237,12 +237,13 @@ def stores_in(held: Any, seen: set[int] | None = None) -> Iterator[Any]:
             yield from stores_in(cell.cell_contents, seen)
 
 
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Make a shape with dtype and what JAX checks: the axes of `shard_map` that it varies over, its explicit axes."""
+def shape_of(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """Make a shape with dtype and what JAX checks: axes of `shard_map` that it varies over, its own explicit axes."""
     manual, sharding = (getattr(aval, name, None) for name in ("manual_axis_type", "sharding"))
-    is_typed = getattr(manual, "varying", ()) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
-    types: dict[str, Any] = {"manual_axis_type": manual, "sharding": sharding} if is_typed else {}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **types)
+    is_typed = varying(aval) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
+    own = sharding if shape is None or varying(aval) else None
+    types: dict[str, Any] = {"manual_axis_type": manual, "sharding": own} if is_typed else {}
+    return jax.ShapeDtypeStruct(aval.shape if shape is None else tuple(shape), aval.dtype, **types)
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -263,24 +264,19 @@ def on_mesh_here(eqn: Any) -> Any:
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
-def fence(values: Sequence[Any]) -> list[Any]:
-    """Put values behind one barrier; in `shard_map`, where JAX 0.10 would change their types, one for each type."""
-    types = [jax.typeof(x) for x in values]
-    fenced = list(jax.lax.optimization_barrier(list(values)))
-    if [jax.typeof(x) for x in fenced] == types:
-        return fenced
-    axes = [frozenset(t.manual_axis_type.varying) for t in types]
-    for kind in dict.fromkeys(axes):
-        places = [i for i, a in enumerate(axes) if a == kind]
-        for i, x in zip(places, jax.lax.optimization_barrier([values[i] for i in places]), strict=True):
-            fenced[i] = x
-    return fenced
-
-
 def names_axes(jaxpr: Any) -> bool:
     """Tell whether a jaxpr depends on named axes: those of `shard_map`, or of `vmap` with collectives."""
-    varies = (getattr(getattr(v.aval, "manual_axis_type", None), "varying", ()) for v in open_jaxpr(jaxpr).invars)
-    return any(type(e).__name__ == "NamedAxisEffect" for e in jaxpr.effects) or any(varies)
+    return has_collectives(jaxpr) or any(varying(v.aval) for v in open_jaxpr(jaxpr).invars)
+
+
+def has_collectives(jaxpr: Any) -> bool:
+    """Tell whether equations of a jaxpr work along named axes."""
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
+
+
+def varying(aval: Any) -> tuple[str, ...]:
+    """The axes of `shard_map` over which a value varies."""
+    return tuple(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
 def axes_in_scope() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -410,7 +406,11 @@ def _unless_left_out(lowered: Callable[..., Any]) -> Callable[..., Any]:
         if not LEFT_OUT.get():
             return lowered(*args, **kwargs)
         ctx, _, token, operands, avals, found = args[:6]
-        results = lambda *read: fence([*(jnp.zeros(v.shape, v.dtype) for v in found), *read])[: len(found)]  # noqa: E731
+
+        def results(*read: Any) -> Any:
+            zeros = [jnp.zeros(v.shape, v.dtype) for v in found]
+            return jax.lax.optimization_barrier([*zeros, *read])[: len(found)]
+
         here = ctx.replace(avals_in=tuple(avals), avals_out=tuple(found))
         return mlir.lower_fun(results, multiple_results=True)(here, *operands), token, None
 

@@ -261,6 +261,12 @@ def automatic_axes(atoms: Sequence[Any]) -> contextlib.AbstractContextManager[An
     return found
 
 
+def varying_as(x: Any, aval: Any) -> Any:
+    """Let an array vary over the axes of `shard_map` over which a value does."""
+    axes = tuple(set(compat.varying(aval)).difference(compat.varying(jax.typeof(x))))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
 class _Given:
     """An object that has only a sharding."""
 

@@ -221,7 +221,7 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
 
 def may_be_sliced(program: Program, settings: Settings) -> bool:
     """Whether runs of a program may be executed in slices; what is asked for by name or axis says itself why not."""
-    return settings.mirror is None and settings.chunks is not False and not compat.names_axes(program.traced)
+    return settings.mirror is None and settings.chunks is not False and not compat.has_collectives(program.traced)
 
 
 @dataclass(slots=True, eq=False)

@@ -296,3 +296,37 @@ same(sliced(*args), jax.jit(jax.value_and_grad(numbered))(*args), rtol=1e-4, ato
 assert plan.measurement.temp_bytes < 4096 * 1024 * 4 / 8
 """
     )
+
+
+@pytest.mark.parametrize("loss", ["unrolled", "scanned"])
+def test_slices_vary_over_the_axes_of_shard_map_as_their_rows_do(loss):
+    """Each device's loss runs in slices where JAX checks what varies; gradients of the same weights are summed once."""
+    on_eight_devices(f"""
+from six_layers import same
+
+mesh = jax.make_mesh((8,), ("d",))
+
+def unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+def scanned(ws, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2).mean()
+
+def compiled(loss):
+    def local(ws, x):
+        value, grads = jax.value_and_grad(loss)(ws, x)
+        return jax.lax.psum(value, "d"), grads
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(local, in_specs=(P(), P("d")), out_specs=P())
+        return jaxsub.jit(mapped).lower(ws, x).compile()
+
+put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+ws = put(jax.random.normal(jax.random.key(0), (6, 32, 32)) / 6)
+x = put(jax.random.normal(jax.random.key(1), (8192, 32)), "d")
+plain, sliced = compiled({loss}), compiled(jaxsub.sublinear({loss}, chunks={{0: 4}}, verify=False, cache=False))
+same(sliced(ws, x), plain(ws, x), rtol=1e-5, atol=1e-7)
+assert sliced.memory_analysis().temp_size_in_bytes < 0.5 * plain.memory_analysis().temp_size_in_bytes
+""")
