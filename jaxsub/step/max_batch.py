@@ -63,8 +63,8 @@ def max_batch(step_for_batch: Callable[[int], tuple[Callable[..., Any], tuple[An
     """Find the largest batch with which a step fits a device, as it stands and planned; nothing is executed.
 
     Args:
-        step_for_batch: Returns, for a batch size, the step, as it would be given to `jaxsub.jit`, and its positional
-            arguments: arrays or `jax.ShapeDtypeStruct`s.
+        step_for_batch: Returns, for a batch size, the step, as it would be given to `jaxsub.jit` or as that returns it,
+            and its positional arguments: arrays or `jax.ShapeDtypeStruct`s.
         memory: What the step may take of a device, in bytes, or `"device"`; as for `jaxsub.jit`.
         target: The device to plan for, such as `"h100"`; `None` for the one in use.
         multiple_of: What the batch must be a multiple of.
@@ -146,6 +146,10 @@ class _Batches:
     def _step(self, batch: int) -> tuple[Step[..., Any], tuple[Any, ...]]:
         self.tried, found = batch, self.step_for_batch(batch)
         match found:
+            case (Step() as made, [*args]):  # its own memory, or plan, does not count
+                run, _, target, _, _, jit_kwargs, is_fused, _ = made.made_of()
+                given = {**jit_kwargs, **self.jit_kwargs}
+                return Step(run, self.n_bytes, self.target or target, self.cache, False, given, is_fused), tuple(args)
             case (fun, [*args]) if callable(fun):
                 return Step(fun, self.n_bytes, self.target, self.cache, False, self.jit_kwargs), tuple(args)
         raise TypeError(f"step_for_batch({batch}) must return a step and a tuple of its arguments, got {found!r:.99}.")

@@ -521,6 +521,29 @@ def test_a_step_without_a_planned_loss_says_so():
     assert "no function in the step is wrapped in jaxsub.sublinear" in str(found)
 
 
+def test_the_largest_batch_of_a_step_that_is_made_is_that_of_its_function():
+    """Of a step with a memory of its own its function counts, and what it is compiled with."""
+
+    def largest_of(step, **jit_kwargs):
+        shapes = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
+        return jaxsub.max_batch(lambda n: (step, (shapes, jax.ShapeDtypeStruct((n, 32), jnp.float32))),
+                                memory="256KiB", multiple_of=64, progress=False, **jit_kwargs)  # fmt: skip
+
+    @jaxsub.sublinear
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(ws, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(layers)(ws, x))
+
+    wanted = largest_of(step, donate_argnums=0)
+    assert wanted.planned > wanted.plain
+    made = largest_of(jaxsub.jit(step, memory="1MiB", donate_argnums=0))
+    assert (made.plain, made.planned) == (wanted.plain, wanted.planned)
+
+
 def test_what_wraps_a_function_under_jit_is_no_part_of_it():
     """`jax.grad`, `jax.vmap`, wrappers of a user's and `sublinear` take over a function's attributes, not its work."""
     weights, data = params(), batch(8)
