@@ -275,8 +275,8 @@ def has_collectives(jaxpr: Any) -> bool:
 
 
 def varying(aval: Any) -> tuple[str, ...]:
-    """The axes of `shard_map` over which a value varies."""
-    return tuple(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+    """The axes of `shard_map` over which a value varies, in the same order in every process."""
+    return tuple(sorted(getattr(getattr(aval, "manual_axis_type", None), "varying", ()), key=str))
 
 
 def axes_in_scope() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -263,7 +263,8 @@ def automatic_axes(atoms: Sequence[Any]) -> contextlib.AbstractContextManager[An
 
 def varying_as(x: Any, aval: Any) -> Any:
     """Let an array vary over the axes of `shard_map` over which a value does."""
-    axes = tuple(set(compat.varying(aval)).difference(compat.varying(jax.typeof(x))))
+    own = compat.varying(jax.typeof(x))
+    axes = tuple(axis for axis in compat.varying(aval) if axis not in own)
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
