@@ -45,7 +45,7 @@ def several(given: Any, option: str, least: int = 0) -> tuple[Any, ...]:
     return found if are_names else tuple(map(operator.index, found))
 
 
-def require_function(fun: Any, call: str) -> None:
-    """Refuse what cannot be called where a function is wanted."""
+def require_function(fun: Any, call: str, option: str = "the budget") -> None:
+    """Refuse what cannot be called where a function is wanted; an option that it may have been meant as is named."""
     if not callable(fun):
-        raise TypeError(f"jaxsub.{call} takes a function first, and options by name; got {fun!r:.99}.")
+        raise TypeError(f"jaxsub.{call} takes a function, and options such as {option} by name; got {fun!r:.99}.")

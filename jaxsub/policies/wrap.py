@@ -54,7 +54,7 @@ def checkpoint(
         >>> jax.grad(lambda w: block(w, jnp.ones((3, 2))).sum())(jnp.zeros((2, 2))).tolist()
         [[3.0, 3.0], [3.0, 3.0]]
     """
-    require_function(fun, "policies.checkpoint")
+    require_function(fun, "policies.checkpoint", "the policy")
     found = get(policy)
     numbers = several(static_argnums, "static_argnums")
 

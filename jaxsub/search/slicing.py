@@ -309,6 +309,11 @@ def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Itera
 
 
 @remembered
+def _with_gradients(program: Program) -> frozenset[Any]:
+    return frozenset(program.variable(v.index) for v in program.graph.values if v.is_differentiated)
+
+
+@remembered
 def _cuts_of(program: Program) -> tuple[int, ...]:
     return find_cuts(program.graph)
 
@@ -380,7 +385,7 @@ def _follow_all(
 ) -> tuple[list[Found], list[NotIndependent]]:
     eqns, reads, returns = run_of(program, start, stop)
     still, auxiliary = still_of(program, start, stop), auxiliary_of(program, start, stop)
-    moving = {program.variable(v) for v in program.graph.read_by(start, stop)} - still
+    moving = _with_gradients(program)
     found: dict[Any, Found] = {}
     refused: list[NotIndependent] = []
     for value, dim in seeds:

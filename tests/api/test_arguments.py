@@ -201,7 +201,7 @@ def test_an_option_of_the_wrong_kind_is_named(option):
 def test_what_is_no_function_is_refused(name):
     """Every call says at once that it takes a function."""
     call, args = getattr(jaxsub, name), (X,) * (name not in ("sublinear", "jit"))
-    with pytest.raises(TypeError, match=f"jaxsub.{name} takes a function first, and options by name; got 3"):
+    with pytest.raises(TypeError, match=f"jaxsub.{name} takes a function, and options .* by name; got 3"):
         call(3, *args)
 
 

@@ -101,7 +101,9 @@ def test_what_is_saved_is_what_the_policy_says(name, least, most, is_remat3, req
 
 
 def test_a_policy_wraps_a_function():
-    with pytest.raises(TypeError, match=r"jaxsub\.policies\.checkpoint takes a function first"):
+    with pytest.raises(
+        TypeError, match=r"jaxsub\.policies\.checkpoint takes a function, and options such as the policy"
+    ):
         policies.checkpoint("save_all")
 
 
