@@ -308,7 +308,8 @@ def makes_gradient(
 def _only_loss(slices: _Slices, moving: Sequence[int], active: Sequence[int]) -> int | None:
     """The result that moves, if it is only one beside auxiliary ones, and a scalar total.
 
-    In `shard_map`, what is the same on all devices and moves a loss that is not has a gradient summed over them.
+    `None` as well where, in a `shard_map`, it differs between devices and an argument that moves it does not: that
+    gradient is summed over the devices.
     """
     moving = [i for i in moving if slices.wanted[i] in slices.read]
     is_one = len(moving) == 1 and isinstance(slices.states()[moving[0]], Total)

@@ -238,7 +238,10 @@ def stores_in(held: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def shape_of(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
-    """Make a shape with dtype and what JAX checks: axes of `shard_map` that it varies over, its own explicit axes."""
+    """Make a shape with dtype and what JAX checks: axes of `shard_map` that it varies over, its own explicit axes.
+
+    With another `shape`, such as a slice's, no explicit axes are named.
+    """
     manual, sharding = (getattr(aval, name, None) for name in ("manual_axis_type", "sharding"))
     is_typed = varying(aval) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
     own = sharding if shape is None or varying(aval) else None

@@ -1,6 +1,7 @@
 """An axis of a run that may be executed in slices: in how many, and what they cost.
 
 An axis goes in (`jaxsub.search.slicing` finds it), with a budget or a number of slices; counts and `Slices` come out.
+What a run makes along its axis is counted here too, and what it makes of other data, whole in every slice.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import auxiliary_of, run_of, still_of
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axes import follow
-from jaxsub.jaxpr.axis import NotIndependent
+from jaxsub.jaxpr.axis import Axis, NotIndependent
 from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_of, split_otherwise
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
@@ -308,6 +308,11 @@ def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Itera
     yield from dict.fromkeys((a, b) for b in ends for a in starts)
 
 
+def _makes_gradient(program: Program, start: int, stop: int, axis: Axis) -> bool:
+    returns = run_of(program, start, stop)[2]
+    return makes_gradient(axis, returns, _with_gradients(program), auxiliary_of(program, start, stop))
+
+
 @remembered
 def _with_gradients(program: Program) -> frozenset[Any]:
     return frozenset(program.variable(v.index) for v in program.graph.values if v.is_differentiated)
@@ -384,8 +389,7 @@ def _follow_all(
     program: Program, start: int, stop: int, seeds: Sequence[tuple[int, int]]
 ) -> tuple[list[Found], list[NotIndependent]]:
     eqns, reads, returns = run_of(program, start, stop)
-    still, auxiliary = still_of(program, start, stop), auxiliary_of(program, start, stop)
-    moving = _with_gradients(program)
+    still = still_of(program, start, stop)
     found: dict[Any, Found] = {}
     refused: list[NotIndependent] = []
     for value, dim in seeds:
@@ -406,7 +410,7 @@ def _follow_all(
         carried = sum(aval_bytes(v.aval) for v, place in axis.places.items() if isinstance(place, Place))
         cut = frozenset((v, place.dim) for v, place in axis.cut)
         run, n_kernels = partial(trace_run, program, start, stop), cache(partial(count_kernels, eqns, reads, returns))
-        has_gradient = cache(partial(makes_gradient, axis, returns, moving, auxiliary))
+        has_gradient = cache(partial(_makes_gradient, program, start, stop, axis))
         is_head = program.loss is not None and stop == len(program.eqns)
         found[cut] = Found(start, stop, value, dim % len(variable.aval.shape), axis, carried, rows_of(axis), run,
                            n_kernels, _label(program, start, stop), is_head, has_gradient, split=split)  # fmt: skip

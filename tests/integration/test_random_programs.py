@@ -193,7 +193,7 @@ def test_interpreting_a_batch_computes_what_xla_does():
 @pytest.mark.parametrize("number", [1, 8, 9])
 def test_the_interpreted_check_can_fail(monkeypatch, number):
     """Barriers through which no gradient comes are seen."""
-    monkeypatch.setattr("jaxsub.jaxpr.compat.fence", lambda values: list(map(jax.lax.stop_gradient, values)))
+    monkeypatch.setattr("jaxsub.emission.barriers.fence", lambda values: list(map(jax.lax.stop_gradient, values)))
     with pytest.raises(AssertionError, match="off"):
         check(number)
 
