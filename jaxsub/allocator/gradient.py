@@ -25,7 +25,7 @@ Needs = Literal["both", "output", "inputs", "undifferentiated", "neither"]
 
 _NEEDS: dict[Needs, str] = {
     "output": "exp exp2 tanh logistic sqrt rsqrt cbrt tan erf_inv",
-    "inputs": "dot_general matmul conv conv_general_dilated mul div sin cos log log1p expm1 erf erfc abs square"
+    "inputs": "dot_general matmul conv conv_general_dilated mul div sin cos log log1p log2 expm1 erf erfc abs square"
     " integer_pow asin acos atan atan2 sinh cosh asinh acosh atanh lgamma digamma max min clamp rem reduce_prod",
     "undifferentiated": "select_n gather dynamic_slice dynamic_update_slice scatter-add",
     "neither": "add sub neg add_any reshape transpose reduce_sum broadcast broadcast_in_dim convert_element_type"
@@ -36,8 +36,8 @@ LEAST_NEEDS: Mapping[str, Needs] = {name: needs for needs, names in _NEEDS.items
 """The values that the gradient of a primitive must read of its node beside the cotangents (§3)."""
 
 _ELEMENTWISE = (
-    "exp exp2 tanh logistic sqrt rsqrt cbrt tan sin cos log log1p expm1 erf erfc erf_inv abs square integer_pow pow"
-    " asin acos atan atan2 sinh cosh asinh acosh atanh lgamma digamma max min clamp rem mul div add sub neg add_any"
+    "exp exp2 tanh logistic sqrt rsqrt cbrt tan sin cos log log1p log2 expm1 erf erfc erf_inv abs square integer_pow"
+    " pow asin acos atan atan2 sinh cosh asinh acosh atanh lgamma digamma max min clamp rem mul div add sub neg add_any"
     " select_n reshape squeeze expand_dims copy copy_p convert_element_type reduce_precision name sign floor ceil round"
     " not and or xor eq ne lt le gt ge is_finite nextafter conj"
 )

@@ -22,7 +22,7 @@ VIEWS = frozenset(
     "reshape transpose squeeze expand_dims optimization_barrier name copy_p stop_gradient sharding_constraint".split()
 )
 SLOW = frozenset(
-    "tanh exp exp2 log log1p expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
+    "tanh exp exp2 log log1p log2 expm1 erf erfc erf_inv sin cos tan logistic pow rsqrt sqrt cbrt atan2".split()
 )
 """Elementwise primitives that the compiler avoids to duplicate."""
 

@@ -2,14 +2,16 @@
 
 Plain equations are bound with new parameters where those hold shapes (`resized`), at their own source lines and in
 their scopes. Equations with inner jaxprs go through JAX's own functions (`scan`, `while_loop`, `switch`, `checkpoint`,
-`custom_jvp`, `custom_vjp`) with bodies evaluated at the slice's shape. Each result's shape is checked against the
-analysis.
+`custom_jvp`, `custom_vjp`, `custom_linear_solve`) with bodies evaluated at the slice's shape. Each result's shape is
+checked against the analysis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax.core
@@ -207,6 +209,8 @@ def _with_bodies(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
             return _custom_jvp(step, args, at)
         case "custom_vjp_call":
             return _custom_vjp(step, args, at)
+        case "custom_linear_solve":
+            return _linear_solve(step, args, at)
         case name if name in compat.REGIONS:
             region = compat.checkpoint(lambda start, *xs: _inside(first, xs, replace(at, start=start)),
                                        policy=params["policy"], prevent_cse=params["prevent_cse"])  # fmt: skip
@@ -227,6 +231,26 @@ def _scan(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
     more = {"_split_transpose": True} if params.get("_split_transpose") else {}
     carry, ys = jax.lax.scan(run, carry, xs, params["length"], params["reverse"], params["unroll"], **more)
     return (*carry, *ys)
+
+
+def _linear_solve(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:
+    (matvec, solve, *turned), jaxprs = step.bodies, step.eqn.params["jaxprs"]
+    ends = list(accumulate(step.eqn.params["const_lengths"]))
+    of_matvec, of_solve, of_turned = args[: ends[0]], args[ends[1] : ends[2]], args[ends[2] : ends[3]]
+    given = tuple(args[ends[3] :])
+    has_aux = len(step.writes) > len(given)
+
+    def product(x: Values) -> Values:
+        return _inside(matvec, (*of_matvec, *x), at)
+
+    def solution(body: Body, consts: Sequence[Any], _: Any, b: Values) -> Any:
+        found = _inside(body, (*consts, *b), at)
+        return (found[: len(given)], found[len(given) :]) if has_aux else found
+
+    of_transpose = partial(solution, turned[0], of_turned) if turned else None
+    found = jax.lax.custom_linear_solve(product, given, partial(solution, solve, of_solve), of_transpose,
+                                        symmetric=jaxprs.vecmat is jaxprs.matvec, has_aux=has_aux)  # fmt: skip
+    return jax.tree.leaves(found)
 
 
 def _custom_jvp(step: Step, args: Sequence[Any], at: At) -> Sequence[Any]:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax.core
@@ -55,7 +56,8 @@ def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held | N
         return _call(follow(body, ins))
     if primitive.name in compat.REGIONS:
         return _call(follow(params["jaxpr"], ins))
-    rules = {"scan": _scan, "while": _while, "cond": _cond, "custom_jvp_call": _jvp, "custom_vjp_call": _vjp}
+    rules = {"scan": _scan, "while": _while, "cond": _cond, "custom_jvp_call": _jvp, "custom_vjp_call": _vjp,
+             "custom_linear_solve": _linear_solve}  # fmt: skip
     rule = rules.get(primitive.name)
     return rule(eqn, ins, follow) if rule else None
 
@@ -145,6 +147,28 @@ def _cond(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
         if (more, found) == (inside, outs):
             return Held(([None, *inside], outs), bodies)
         inside, outs = more, found
+
+
+def _linear_solve(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+    """Follow the product, the solution and that of the transpose; JAX makes the transposed product of the first."""
+    jaxprs, ends = eqn.params["jaxprs"], list(accumulate(eqn.params["const_lengths"]))
+    ins, n_given, at_solve = list(ins), len(ins) - ends[3], slice(ends[1], ends[2])
+    used = [(jaxprs.matvec, slice(0, ends[0])), (jaxprs.transpose_solve, slice(ends[2], ends[3]))]
+    used = used if jaxprs.transpose_solve is not None else used[:1]
+    while True:
+        more, given = list[Any](ins), ins[ends[3] :]
+        solve = follow(jaxprs.solve, [*ins[at_solve], *given])
+        solved: list[Any] = list(solve.outs[:n_given])
+        bodies = [follow(jaxpr, [*ins[at], *solved], given) for jaxpr, at in used]
+        more[at_solve], more[ends[3] :] = solve.ins[:-n_given], solve.ins[-n_given:]
+        for (_, at), body in zip(used, bodies, strict=True):
+            if list(body.ins[-n_given:]) != solved or any(isinstance(o, Total) for o in (*body.outs, *solved)):
+                raise NoRule("its solution is the same for the whole axis, or a total over it")
+            more[at] = body.ins[:-n_given]
+            more[ends[3] :] = map(_merged, more[ends[3] :], body.outs)
+        if more == ins:
+            return Held((ins, solve.outs), (bodies[0], solve, *bodies[1:]))
+        ins = more
 
 
 def _traced(make: Callable[..., Any], *args: Any) -> Any:

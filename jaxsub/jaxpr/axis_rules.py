@@ -15,25 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Rule, Ruled, State, Total, reshaped
-from jaxsub.jaxpr.random_bits import needs_of_part
+from jaxsub.jaxpr.random_bits import is_of_threefry, needs_of_part
 from jaxsub.jaxpr.shardings import has_explicit_axes
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
     "conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
-    "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min "
-    "mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary real "
+    "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max "
+    "min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary real "
     "reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 """Primitives of which each element of a result depends only on the elements at the same index."""
 
-LINALG = frozenset("cholesky triangular_solve lu qr eigh eig svd schur householder_product geqrf".split())
+LINALG = frozenset("cholesky lu qr eigh eig svd schur hessenberg tridiagonal householder_product geqrf".split())
 """Primitives that work on matrices in the last two dimensions of their first operand, one by one."""
 
 WINDOWS = frozenset(
@@ -145,9 +146,26 @@ def _has_no_mesh(eqn: Any, at: Place, n: int) -> bool:
     return getattr(eqn.params["sharding"], "spec", None) is None
 
 
+def _draws_together(eqn: Any, at: Place, n: int) -> bool:
+    """Whether what keys give depends on other keys: generators but threefry may use the first of them for all."""
+    keys = [v for v in (*eqn.invars, *eqn.outvars) if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+    return at.dim >= max(v.aval.ndim for v in keys) or not all(map(is_of_threefry, keys))
+
+
 def _reaches(eqn: Any, at: Place, n: int) -> bool:
     """Whether a window is more than one element along the axis."""
     return any(eqn.params.get(param) and eqn.params[param][at.dim] != value for param, value in POINT.items())
+
+
+def _triangular_solve(eqn: Any, ins: Sequence[Place | None], n: int) -> Ruled:
+    """Matrices one by one; or the columns of the right-hand side (rows, where that is on the left) of one matrix."""
+    matrix, given = ins
+    first = len(_shape(eqn.invars[1])) - 2
+    if matrix is None and given is not None and given.dim == first + eqn.params["left_side"]:
+        return list(ins), [given]
+    if _one(ins).dim >= first:
+        raise NoRule("it works on matrices along the axis")
+    return _elementwise(eqn, ins, n)
 
 
 def _reduce(how: str | None) -> Rule:
@@ -328,6 +346,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LINALG, _unless(lambda eqn, at, n: at.dim >= len(_shape(eqn.invars[0])) - 2,
                                     "works on matrices along the axis")),
+    "triangular_solve": _triangular_solve,
+    **dict.fromkeys(("random_seed", "random_fold_in", "random_split", "random_bits", "random_wrap", "random_unwrap"),
+                    _unless(_draws_together, "draws bits of several keys together")),
+    "approx_top_k": _along("reduction_dimension", "looks for the largest along the axis"),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"),
+                    _unless(lambda eqn, at, n: at.dim >= len(_shape(eqn.invars[0])) - 1,
+                            "works on matrices along the axis")),
     **dict.fromkeys(WINDOWS, _unless(_reaches, "has a window that reaches along the axis")),
     "bitcast_convert_type": _unless(lambda eqn, at, n: _shape(eqn.invars[0]) != _shape(eqn.outvars[0]),
                                     "splits or joins elements"),

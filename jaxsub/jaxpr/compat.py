@@ -21,6 +21,8 @@ from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxsub.jaxpr.hi_primitives import expanded
+
 try:
     from jax._src import ad_checkpoint, source_info_util
     from jax._src import api_util as jax_api_util
@@ -238,10 +240,7 @@ def stores_in(held: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def shape_of(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
-    """Make a shape with dtype and what JAX checks: axes of `shard_map` that it varies over, its own explicit axes.
-
-    With another `shape`, such as a slice's, no explicit axes are named.
-    """
+    """Make a shape with what JAX checks: axes of `shard_map` it varies over, explicit ones if it is its own shape."""
     manual, sharding = (getattr(aval, name, None) for name in ("manual_axis_type", "sharding"))
     is_typed = varying(aval) or AxisType.Explicit in getattr(sharding, "mesh", NO_MESH).axis_types
     own = sharding if shape is None or varying(aval) else None
@@ -323,7 +322,7 @@ def inlined_body(eqn: Any) -> Any | None:
     if eqn.primitive.name in ("closed_call", "core_call"):
         return eqn.params.get("call_jaxpr")
     if eqn.primitive.name not in ("jit", "pjit"):
-        return None
+        return expanded(eqn)
     params = eqn.params
     marks = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     if any(type(s).__name__ != "UnspecifiedValue" for s in marks) or params.get("compiler_options_kvs"):

@@ -21,8 +21,13 @@ from jaxsub.jaxpr.axis_places import Place
 
 def is_threefry(eqn: Any) -> bool:
     """Whether an equation draws bits of JAX's usual generator, or a part of them."""
-    is_bits = eqn.primitive.name == "random_bits" and "fry" in str(eqn.invars[0].aval.dtype)
+    is_bits = eqn.primitive.name == "random_bits" and is_of_threefry(eqn.invars[0])
     return is_bits or eqn.primitive.name == "threefry2x32"
+
+
+def is_of_threefry(keys: Any) -> bool:
+    """Whether a variable holds keys of JAX's usual generator."""
+    return "fry" in str(keys.aval.dtype)
 
 
 def needs_of_part(eqn: Any, place: Place) -> tuple[Place | None, ...] | None:

@@ -18,6 +18,7 @@ X = jnp.asarray(RNG.normal(size=(6, 4, 3)), jnp.float32)
 M = jnp.asarray(RNG.normal(size=(6, 4, 4)), jnp.float32)
 IDX = jnp.asarray(RNG.integers(0, 4, size=(6, 4)))
 IMAGES = jnp.asarray(RNG.normal(size=(6, 8, 8, 2)), jnp.float32)
+T = jnp.tril(M[0]) + 4 * jnp.eye(4)
 KERNEL = jnp.asarray(RNG.normal(size=(3, 3, 2, 4)), jnp.float32)
 
 
@@ -53,6 +54,21 @@ PASSES = {
     "softmax of others": (lambda x: jax.nn.softmax(x, -1), (X,), 0, 1),
     "cumsum of others": (lambda x: jnp.cumsum(x, 1), (X,), 0, 0),
     "sort of others": (lambda x: jnp.sort(x, 1), (X,), 0, 2),
+    "nearly the top of others": (lambda x: lax.approx_max_k(x, 2)[0], (X,), 0, 1),
+    "logarithms": (lambda x: jnp.log2(x * x + 1), (X,), 0, 1),
+    "tridiagonal": (
+        lambda x: jax.vmap(
+            lambda d, b: lax.linalg.tridiagonal_solve(
+                jnp.zeros(4).at[1:].set(0.5), d * d + 4, jnp.zeros(4).at[:3].set(0.25), b
+            )
+        )(x[:, :, 0], x),
+        (X,),
+        0,
+        0,
+    ),
+    "buckets": (lambda x: jnp.searchsorted(jnp.arange(4.0), x) * x, (X,), 0, 1),
+    "buckets of others": (lambda x: jax.vmap(jnp.searchsorted)(jnp.sort(x[:, 0]), x[:, 1]), (X,), 0, 0),
+    "between points": (lambda x: jnp.interp(x, jnp.arange(4.0), jnp.arange(4.0) ** 2), (X,), 0, 2),
     "top of others": (lambda x: lax.top_k(x, 2)[0], (X,), 0, 1),
     "fft of others": (lambda x: jnp.abs(jnp.fft.fft(x)), (X,), 0, 0),
     "matrices": (lambda m: jnp.linalg.cholesky(m @ m.mT + 4 * jnp.eye(4)), (M,), 0, 0),
@@ -130,6 +146,8 @@ REFUSES = {
     "a rule that refuses": (lambda x, w: (constant(x) @ w).sum(), "does not take tangents of all it reads"),
     "batch norm": (batch_norm, "reads a total over the axis"),
     "softmax over it": (lambda x, w: (jax.nn.softmax(x @ w, 0) ** 2).sum(), "takes the largest over the axis|total"),
+    "solved along rows": (lambda x, w: lax.linalg.triangular_solve(T, x[:4, :, 0], left_side=True).sum(), "matrices"),
+    "solved whole": (lambda x, w: jnp.linalg.solve(x[:4, :, 0] + T, x[:4, :, 1]).sum(), "part of the axis|matrices"),
     "cumsum over it": (lambda x, w: jnp.sin(jnp.cumsum(x @ w, 0)).sum(), "along the axis"),
     "contrastive": (contrastive, "multiplies every part of the axis"),
     "sorted": (lambda x, w: (jnp.sort(x, 0) * jnp.arange(6.0)[:, None, None] @ w).sum(), "sorts along the axis"),
@@ -181,6 +199,57 @@ def by_example(key, x):
     return jax.vmap(lambda k, x: dropped(k, x))(jax.random.split(key, len(x)), x)
 
 
+def by_number(key, numbers):
+    """Each example has a key made of its number, and draws from two made of that."""
+
+    def drawn(number):
+        key_1, key_2 = jax.random.split(jax.random.fold_in(key, number))
+        return jax.random.normal(key_1, (4,)) + jax.random.uniform(jax.random.key(number), (4,)) * jax.random.bits(
+            key_2
+        )
+
+    return jax.vmap(drawn)(numbers)
+
+
+SPD = M @ M.mT + 4 * jnp.eye(4)
+SYSTEMS = {
+    "systems": lambda m, x: jnp.linalg.solve(m @ m.mT + 4 * jnp.eye(4), x),
+    "positive": lambda m, x: jax.vmap(lambda m, x: jax.scipy.linalg.solve(m, x, assume_a="pos"))(
+        m @ m.mT + 4 * jnp.eye(4), x
+    ),
+    "one matrix": lambda m, x: jax.vmap(lambda v: jnp.linalg.solve(SPD[0], v))(m[:, 0] * x[:, :, 0]),
+    "one factor": lambda m, x: jax.vmap(lambda v: jax.scipy.linalg.solve_triangular(T, v))(m[:, 0] * x[:, :, 0]),
+    "rows": lambda m, x: lax.linalg.triangular_solve(T, m[:, 0] * x[:, :, 0]),
+    "inverses": lambda m, x: jnp.linalg.inv(m @ m.mT + 4 * jnp.eye(4)) @ x,
+    "volumes": lambda m, x: jnp.linalg.slogdet(m @ m.mT + 4 * jnp.eye(4))[1],
+    "exponentials": lambda m, x: jax.vmap(jax.scipy.linalg.expm)(m / 4) @ x,
+    "with what is told beside it": lambda m, x: lax.custom_linear_solve(
+        lambda y: y * m[:, :, :3], x, lambda _, b: (b / m[:, :, :3], (b.sum(-1),)), symmetric=True, has_aux=True
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_linear_systems_are_solved_in_slices(name):
+    """Each by itself, or columns that share a matrix; values, gradients and second derivatives are the plain ones."""
+    f = SYSTEMS[name]
+    axis, chunked = along(f, M, X)
+    assert not any(eqn.primitive.name == "custom_linear_solve" for eqn in axis.before)
+
+    def twice(f):
+        def loss(m, x):
+            return (f(m, x) ** 2).sum()
+
+        return jax.jit(lambda m, x: (f(m, x), jax.grad(loss, (0, 1))(m, x), jax.jvp(jax.grad(loss), (m, x), (m, x))[1]))
+
+    for count in (2, 4):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(jnp.abs(b).max())),
+            twice(chunked(count))(M, X),
+            twice(f)(M, X),
+        )
+
+
 def drawn_before(axis):
     return [eqn for eqn in axis.before if eqn.primitive.name == "random_bits"]
 
@@ -195,6 +264,25 @@ def test_random_bits_are_drawn_in_the_slice(fun, key):
         np.testing.assert_allclose(chunked(count)(key, X), fun(key, X), rtol=1e-6)
         inside = str(jax.make_jaxpr(chunked(count))(key, X))
         assert not re.search(r"u(8|32)\[(6,4,3|6,12)\] = (random_bits|xor)", inside)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "raw"])
+def test_keys_of_numbers_are_made_in_the_slice(key):
+    numbers = jnp.arange(7, 13)
+    axis, chunked = along(by_number, key, numbers, seed=1)
+    assert not drawn_before(axis)
+    np.testing.assert_allclose(chunked(3)(key, numbers), by_number(key, numbers), rtol=1e-6)
+    with pytest.raises(NotIndependent, match="several keys together"):
+        along(by_number, jax.random.key(1, impl="unsafe_rbg"), numbers, seed=1)
+
+
+def test_raw_keys_are_sliced():
+    """Keys of examples that are arrays of integers; the integers of one key are not independent."""
+    keys = jax.random.split(jax.random.PRNGKey(3), 6)
+    f = lambda keys, x: jax.vmap(lambda k, x: dropped(jax.random.fold_in(k, 2), x))(keys, x)  # noqa: E731
+    np.testing.assert_array_equal(along(f, keys, X)[1](3)(keys, X), f(keys, X))
+    with pytest.raises(NotIndependent, match="several keys together"):
+        along(lambda key: jax.random.normal(key, (3,)), keys[0])
 
 
 @pytest.mark.parametrize("dim", [1, 2])

@@ -809,6 +809,39 @@ def test_what_a_loop_reads_of_another_batch_is_sliced_with_it():
     assert flops[1] < 1.4 * flops[0]
 
 
+def regressed(params, x, y):
+    """A ridge regression for each example, on features of a network."""
+    h = jnp.tanh(jnp.tanh(x @ params["in"]) @ params["out"])
+    system = jnp.einsum("bnd,bne->bde", h, h) / h.shape[1] + 0.1 * jnp.eye(12)
+    solution = jnp.linalg.solve(system, jnp.einsum("bnd,bn->bd", h, y)[..., None] / h.shape[1])[..., 0]
+    return ((jnp.einsum("bnd,bd->bn", h, solution) - y) ** 2).mean()
+
+
+def whitened(params, x, y):
+    """A Gaussian likelihood whose covariance all examples share."""
+    h = jnp.tanh(jnp.tanh(x @ params["in"]) @ params["out"]).mean(1)
+    factor = jnp.tril(params["out"][:12]) + 4 * jnp.eye(12)
+    return (jax.vmap(lambda v: jax.scipy.linalg.solve_triangular(factor, v, lower=True))(h) ** 2).mean() + y.mean()
+
+
+@pytest.mark.parametrize("loss", [regressed, whitened])
+def test_linear_systems_run_in_slices(loss):
+    """What chunks of the batch by hand need is met, and nothing is recomputed: the gradient is made as the loss runs."""
+    params = {"in": random.normal(random.key(0), (16, 64)) / 4, "out": random.normal(random.key(1), (64, 12)) / 8}
+    x, y = random.normal(random.key(2), (128, 64, 16)), random.normal(random.key(3), (128, 64))
+
+    def by_hand(params, x, y):
+        rows = (x.reshape(8, 16, 64, 16), y.reshape(8, 16, 64))
+        return lax.map(jax.checkpoint(lambda rows: loss(params, *rows)), rows).mean()
+
+    budget = jaxsub.measure(by_hand, params, x, y).temp_bytes
+    planned = jaxsub.sublinear(loss, budget=budget, cache=False, progress=False)
+    plan = planned.plan(params, x, y)
+    assert plan.measurement.temp_bytes <= budget
+    assert sum(run.extra_share for run in plan.slices) == 0
+    chex.assert_trees_all_close(jax.grad(planned)(params, x, y), jax.grad(loss)(params, x, y), rtol=1e-3, atol=1e-5)
+
+
 def test_a_recurrent_network_is_not_sliced_into_rows():
     """Each step of a slice of few rows reads the weights for little: where regions fit they are taken, else slices."""
 
