@@ -826,7 +826,7 @@ def whitened(params, x, y):
 
 @pytest.mark.parametrize("loss", [regressed, whitened])
 def test_linear_systems_run_in_slices(loss):
-    """What chunks of the batch by hand need is met, and nothing is recomputed: the gradient is made as the loss runs."""
+    """What chunks of the batch by hand need is met, and nothing is recomputed."""
     params = {"in": random.normal(random.key(0), (16, 64)) / 4, "out": random.normal(random.key(1), (64, 12)) / 8}
     x, y = random.normal(random.key(2), (128, 64, 16)), random.normal(random.key(3), (128, 64))
 
