@@ -63,7 +63,7 @@ from jaxsub.costs.fusible import (
 from jaxsub.costs.library_calls import LEAST_ELEMENTS, library_calls
 from jaxsub.costs.narrow_floats import is_slow, widened
 from jaxsub.costs.priority_fusion import PriorityFusion
-from jaxsub.costs.scheduler import Kernel, peak_bytes, schedule
+from jaxsub.costs.scheduler import Kernel, body_orders, peak_bytes
 from jaxsub.costs.split_k import PARTS, kernels_in_parts, n_parts
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr import compat
@@ -363,7 +363,7 @@ class Lives:
     def _add(self, made: Sequence[Any], reads: frozenset[Any], position: int,
              over: frozenset[Any] = frozenset()) -> None:  # fmt: skip
         eqn, sizes = self.eqns[position], tuple(map(self._bytes, made))
-        inner = inner_peak(eqn, self.is_cpu) + masked_bytes(eqn)
+        inner = inner_peak(eqn, self.is_cpu, self.gpu) + masked_bytes(eqn)
         if self.is_cpu and (state := threefry_bytes(eqn)):
             sizes, inner = (state, *(0 for _ in made[1:])), state
         is_late = self._elementwise[position] and self.stored.issuperset(self._ins(eqn))
@@ -398,7 +398,7 @@ class Lives:
         return frozenset(wholes)
 
 
-def inner_peak(eqn: Any, is_cpu: bool) -> int:
+def inner_peak(eqn: Any, is_cpu: bool, gpu: Target | None = None) -> int:
     """Predict the bytes that the inner programs of an equation allocate beside its results.
 
     What a loop carries is in one buffer from its start to its end: a step may write it where it read it. Of arrays that
@@ -407,14 +407,14 @@ def inner_peak(eqn: Any, is_cpu: bool) -> int:
     """
     if not (bodies := bodies_of(eqn)) or not is_costly(eqn):
         return 0
-    peaks, is_loop = [], eqn.primitive.name in ("scan", "while")
+    peaks, is_loop = [0], eqn.primitive.name in ("scan", "while")
     for body in bodies:
         eqns, inputs, results = flatten_closed(body, compat.REGIONS)
         carried = {v: array_bytes(v) for v in inputs[slice(*carried_by(eqn))]}
         taken = [slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
         given = (*carried, *(take.invars[0] for take in taken))
-        lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu)
-        order = schedule(lives.kernels, given, is_cpu)
-        peak = peak_bytes(order, carried, lives.ends(), set() if is_loop else lives.ends())
-        peaks.append(max(0, peak - sum(carried.values())))
+        lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu, gpu)
+        orders = body_orders(lives.kernels, given, map(lives.base, lives.outputs), is_cpu)
+        peak = min(peak_bytes(order, carried, lives.ends(), set() if is_loop else lives.ends()) for order in orders)
+        peaks.append(peak - sum(carried.values()))
     return max(peaks)

@@ -73,6 +73,13 @@ def schedule(kernels: Sequence[Kernel], given: Iterable[Any], is_cpu: bool) -> l
     return order
 
 
+def body_orders(kernels: Sequence[Kernel], given: Iterable[Any], outputs: Iterable[Any],
+                is_cpu: bool) -> list[list[Kernel]]:  # fmt: skip
+    """Order the kernels of a loop's body: a GPU's compiler takes the order of those returned that needs less."""
+    first = schedule(kernels, given, is_cpu)
+    return [first] if is_cpu else [first, depth_first(kernels, outputs)]
+
+
 def made_late(kernels: Sequence[Kernel], n: int) -> list[Kernel]:
     """Delay the kernels of the first `n` equations until another kernel reads their results.
 
@@ -176,8 +183,12 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
     last = {buffer: i for i, kernel in enumerate(kernels) for buffer in (*kernel.makes, *kernel.reads)}
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
-    outputs = [(sizes[b], born[b]) for b in written if b in born] + [(size, len(kernels)) for size in spare]
-    sizes |= dict.fromkeys(free, 0)
+    outputs = [(size, len(kernels)) for size in spare]
+    homes = set(free)
+    for b in written:
+        if b in born:
+            outputs.append((sizes[b], _first_made(b, kernels, sizes, born, last, homes)))
+    sizes |= dict.fromkeys(homes, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
     sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)
     dying: dict[int, list[Any]] = {}
@@ -192,6 +203,24 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
         peak = max(peak, live + size - reused + kernel.inner_bytes)
         live += size - sum(dies)
     return peak
+
+
+def _first_made(output: Any, kernels: Sequence[Kernel], sizes: dict[Any, int], born: dict[Any, int],
+                last: dict[Any, int], homes: set[Any]) -> int:  # fmt: skip
+    """Find since when an output's buffer is in use: what the output is written over, in one step or several, is in it.
+
+    Those values join `homes`: their memory is the output's.
+    """
+    b, i = output, born[output]
+    while True:
+        kernel = kernels[i]
+        over = kernel.each[kernel.makes.index(b)] if len(kernel.each) > kernel.makes.index(b) else kernel.over
+        fitting = [a for a in over - homes if last[a] == i and born.get(a, i) < i and sizes[a] == sizes[output]]
+        if not fitting:
+            return i
+        b = max(fitting, key=born.__getitem__)
+        homes.add(b)
+        i = born[b]
 
 
 def _reused(kernel: Kernel, sizes: dict[Any, int], dying: Iterable[Any]) -> int:

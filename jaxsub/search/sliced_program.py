@@ -53,7 +53,8 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
     A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. If the compiled plan
-    needs more than the budget, or leaves much room, the next one aims for as much less or more.
+    needs more than the budget, or leaves much room, the next one aims for as much less or more; where one needed too
+    much, between the two.
     """
     n_bytes = budget.n_bytes
     if not runs:
@@ -66,6 +67,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         raise found.with_plan(partial(unfolded, program, runs))
     best: Plan | None = None
     refusals: list[InfeasibleBudgetError] = []
+    too_much: _Tried | None = None
     goals = [n_bytes]
     while goals and len(refusals) < TUNING.slice_corrections:
         goal = goals.pop()
@@ -77,11 +79,16 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         corrected = int(tried.total * n_bytes / needed)
         if isinstance(found, Plan):
             best = unfolded(program, tried.runs, found)
-            has_room = not (is_trusted or refusals) and needed < n_bytes / TUNING.prediction_error
-            goals = [corrected, math.isqrt(tried.total * corrected)] if has_room else []  # halfway first
+            spared = tried.extra_share - too_much.extra_share if too_much else 0.0
+            has_room = needed < n_bytes / TUNING.prediction_error or spared > TUNING.heavy_recompute
+            halfway = math.isqrt(tried.total * (too_much.total if too_much else corrected))
+            further = [halfway] if too_much else [corrected, halfway]  # halfway first
+            goals = further if has_room and not is_trusted else []
         else:
             refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
-            goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less
+            too_much = tried if too_much is None or tried.total < too_much.total else too_much
+            is_least = tried.total > goal  # none can be planned for less
+            goals = [] if is_trusted or best or is_least else [int(corrected * (1 - TUNING.median_error))]
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
     return best

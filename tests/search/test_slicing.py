@@ -809,6 +809,27 @@ def test_what_a_loop_reads_of_another_batch_is_sliced_with_it():
     assert flops[1] < 1.4 * flops[0]
 
 
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_the_gradient_of_a_large_table_is_where_it_is_returned(target):
+    """It is added up in the output's memory, and does not keep a loss from running in slices."""
+    params = {"table": jnp.ones((50_000, 32)), "out": random.normal(random.key(1), (32, 1000)) / 8}
+    tokens, labels = random.randint(random.key(2), (512, 20), 0, 500), random.randint(random.key(3), (512,), 0, 1000)
+
+    def loss(params, tokens, labels):
+        logits = jnp.tanh(params["table"][tokens].mean(1)) @ params["out"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    def by_hand(params, tokens, labels):
+        rows = tokens.reshape(8, 64, 20), labels.reshape(8, 64)
+        return lax.map(jax.checkpoint(lambda rows: loss(params, *rows)), rows).mean()
+
+    arguments = params, tokens, labels
+    budget = 2 * jaxsub.measure(by_hand, *arguments, target=target).temp_bytes
+    plan = jaxsub.plan(loss, *arguments, budget=budget, cache=False, progress=False, target=target)
+    assert plan.measurement.temp_bytes <= budget
+    assert sum(run.extra_share for run in plan.slices) == 0
+
+
 def regressed(params, x, y):
     """A ridge regression for each example, on features of a network."""
     h = jnp.tanh(jnp.tanh(x @ params["in"]) @ params["out"])
