@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 Self = TypeVar("Self", bound="Wrapped[..., Any]")
 
 

@@ -14,10 +14,8 @@ concatenation.
 On a GPU a product fuses unary work on its operands, unless that narrows them. Other slow work is done once where that
 is faster (`jaxsub.costs.priority_fusion`). The parts of a split-K product (`jaxsub.costs.split_k`) are added up by each
 reader, or once where reductions or products read the sum. Look-ups are repeated in their readers, and a scatter fuses
-the work on what it scatters.
-
-A concatenation of concatenations is one; other work reads the stored one. What barriers hold back is stored, and what
-is added to the result of a scatter-add is added before.
+the work on what it scatters. A concatenation of concatenations is one; other work reads the stored one. What barriers
+hold back is stored, and what is added to the result of a scatter-add is added before.
 
 Sources: OpenXLA, `xla/service/instruction_fusion.cc` (what is duplicated), `xla/service/cpu/cpu_instruction_fusion.cc`,
 `xla/backends/cpu/transforms/library_rewriter.cc`, `xla/service/dot_decomposer.cc`,
@@ -70,7 +68,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import flatten_closed
 from jaxsub.jaxpr.new_equations import slice_eqn
-from jaxsub.jaxpr.trace import array_bytes
+from jaxsub.jaxpr.trace import array_bytes, remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -405,16 +403,17 @@ def inner_peak(eqn: Any, is_cpu: bool, gpu: Target | None = None) -> int:
     it iterates over a step takes a slice, in a buffer where what reads it is not fused with that. A region among
     the equations of a step is part of it. Results of other inner programs are in the buffers of the equation's.
     """
-    if not (bodies := bodies_of(eqn)) or not is_costly(eqn):
-        return 0
-    peaks, is_loop = [0], eqn.primitive.name in ("scan", "while")
-    for body in bodies:
-        eqns, inputs, results = flatten_closed(body, compat.REGIONS)
-        carried = {v: array_bytes(v) for v in inputs[slice(*carried_by(eqn))]}
-        taken = [slice_eqn(v) for v in (inputs[carried_by(eqn)[1] :] if eqn.primitive.name == "scan" else ())]
-        given = (*carried, *(take.invars[0] for take in taken))
-        lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu, gpu)
-        orders = body_orders(lives.kernels, given, map(lives.base, lives.outputs), is_cpu)
-        peak = min(peak_bytes(order, carried, lives.ends(), set() if is_loop else lives.ends()) for order in orders)
-        peaks.append(peak - sum(carried.values()))
-    return max(peaks)
+    bodies = bodies_of(eqn) if is_costly(eqn) else ()
+    return max((_body_peak(body, eqn.primitive.name, carried_by(eqn), is_cpu, gpu) for body in bodies), default=0)
+
+
+@remembered
+def _body_peak(body: Any, name: str, carries: tuple[int, int], is_cpu: bool, gpu: Target | None) -> int:
+    eqns, inputs, results = flatten_closed(body, compat.REGIONS)
+    carried = {v: array_bytes(v) for v in inputs[slice(*carries)]}
+    taken = [slice_eqn(v) for v in (inputs[carries[1] :] if name == "scan" else ())]
+    given = (*carried, *(take.invars[0] for take in taken))
+    lives = Lives((*taken, *eqns), given, [v for v in results if compat.is_var(v)], {}, is_cpu, gpu)
+    ends, orders = lives.ends(), body_orders(lives.kernels, given, map(lives.base, lives.outputs), is_cpu)
+    free = set() if name in ("scan", "while") else ends
+    return max(0, min(peak_bytes(order, carried, ends, free) for order in orders) - sum(carried.values()))

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxsub.core.decisions import Slices
 from jaxsub.costs.roofline import KERNEL_SECONDS, eqns_seconds
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.flops import bodies_of, is_costly
@@ -111,3 +112,12 @@ def _products(eqns: Iterable[Any]) -> Iterator[Any]:
             yield from (product for body in bodies for product in _products(body.eqns))
         elif is_costly(eqn):
             yield eqn
+
+
+def has_slow_convolutions(program: Program, target: Target, runs: Iterable[Slices]) -> bool:
+    """Whether runs hold convolutions that would run in a loop on a CPU: XLA makes those of gradients fast elsewhere.
+
+    `ConvCanonicalization` of XLA's CPU compiler rewrites the entry computation; other layouts are naive loops.
+    """
+    eqns = (eqn for run in runs if not run.within for eqn in program.eqns[run.start : run.stop])
+    return target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)

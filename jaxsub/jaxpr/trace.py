@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.graph import Graph, Node, Value
-from jaxsub.core.wrapped import P, R
+from jaxsub.core.wrapped import P, R, S
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.derivative_rules import is_inexact, with_gradient
 from jaxsub.jaxpr.flops import flops_of, is_costly, primitives_in
@@ -150,15 +150,15 @@ def with_own_settings(work: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def remembered(make: Callable[Concatenate[Program, P], R]) -> Callable[Concatenate[Program, P], R]:
-    """Wrap a function of a program and hashable arguments: what it makes is kept for as long as the program lives.
+def remembered(make: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wrap a function of a program, or a jaxpr, and hashable arguments: what it makes lives as long.
 
     What it makes must not hold that program.
     """
-    known: weakref.WeakKeyDictionary[Program, dict[Any, R]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[S, dict[Any, R]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(make)
-    def run(program: Program, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(program: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         mine, key = known.setdefault(program, {}), (args, *kwargs.items())
         if key not in mine:
             mine[key] = make(program, *args, **kwargs)

@@ -13,10 +13,15 @@ from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.search.sliced_program import Runs, needed_bytes, slowed_share
 
+ROUNDING = 0.0005
+"""Shares of a forward pass are compared to three places."""
 
-def fewest_slices(runs: Runs, n_bytes: int, needed: int, most: float,
-                  planned: Callable[[Runs, Budget], Plan | InfeasibleBudgetError]) -> Runs:  # fmt: skip
-    """The same runs in as few slices as fit and cost no more.
+
+def fewest_slices(
+    runs: Runs, n_bytes: int, needed: int, most: float,
+    planned: Callable[[Runs, Budget, float], Plan | InfeasibleBudgetError],
+) -> tuple[Runs, ...]:  # fmt: skip
+    """The same runs in as few slices as fit and cost no more, then in twice as many, and so on to as many as given.
 
     What grows with a slice is twice as large in half as many: two plans say where the limit may be.
 
@@ -25,7 +30,8 @@ def fewest_slices(runs: Runs, n_bytes: int, needed: int, most: float,
         n_bytes: The budget.
         needed: What they need in so many slices.
         most: What they may cost.
-        planned: Plans the program with runs in slices for a budget, by prediction.
+        planned: Plans the program with runs in slices for a budget, by prediction; what recomputes more than a share of
+            a forward pass may be refused.
     """
     every = [runs]
     while (fewer := tuple(map(_halved, every[-1]))) != every[-1]:
@@ -33,12 +39,12 @@ def fewest_slices(runs: Runs, n_bytes: int, needed: int, most: float,
     known, low, high = {0: needed}, 0, len(every)
     while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
         there = there if there < high else (low + high) // 2
-        found = planned(every[there], Budget(n_bytes))
+        found = planned(every[there], Budget(n_bytes), round(most, 3) + ROUNDING - slowed_share(every[there]))
         if not isinstance(found, Plan) or round(cost_of(found), 3) > round(most, 3):
             high = there
         else:
             low, known[there] = there, needed_bytes(found)
-    return every[low]
+    return tuple(every[low::-1])
 
 
 def cost_of(plan: Plan) -> float:

@@ -19,6 +19,7 @@ from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
+from jaxsub.costs.slice_time import has_slow_convolutions
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.by_hand import BY_HAND
@@ -74,7 +75,7 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
     search = _Search(program, target, Budget(n_bytes), False, whole)
     found: list[tuple[tuple[bool, bool, float, int], Runs, Plan]] = []
     for number, runs in enumerate(search.last_sets() if is_last else search.sets):
-        is_slow_there = is_slow(program, target, runs)
+        is_slow_there = has_slow_convolutions(program, target, runs)
         if found and min(rank for rank, *_ in found) < (False, is_slow_there, round(fixed_cost(runs), 3), number):
             continue
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
@@ -90,7 +91,7 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
     (does_not_fit, *_), chosen, plan = min(found, key=lambda ranked: ranked[0])
     if does_not_fit:
         return plan
-    fewest = fewest_slices(chosen, n_bytes, needed_bytes(plan), cost_of(plan), search._plan_or_refusal)
+    fewest, *_ = fewest_slices(chosen, n_bytes, needed_bytes(plan), cost_of(plan), search._plan_or_refusal)
     return search.planned(fewest, search.budget)
 
 
@@ -112,7 +113,7 @@ class _Search:
     whole: Whole
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
-    predicted: dict[tuple[Runs, Budget], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
+    predicted: dict[tuple[Runs, Budget, float], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
     error: float = field(init=False, default=1.0)
     """By what factor predictions were too low, of what was postponed or given up."""
 
@@ -174,9 +175,10 @@ class _Search:
     def _tried(self, chosen: Runs, others: Collection[Runs]) -> bool:
         """Plan a set of runs in as few slices as may do; whether another of the sets has to come first."""
         others = others if chosen not in self.postponed else ()
-        for runs in dict.fromkeys((self._fewest(chosen), chosen)):
-            if self._try(runs, lambda: others):  # fewer slices are better at the same cost
-                fewer = self._fewest(runs, self.plans[-1]) if slowed_share(runs) > TUNING.compile_gain else runs
+        more = self._fewer(chosen)
+        for runs in dict.fromkeys((*more[:2], chosen)):  # fewer slices are better at the same cost
+            if self._try(runs, lambda: others, math.inf if runs == chosen else self._little_more(chosen)):
+                fewer = self._fewer(runs, self.plans[-1])[0] if slowed_share(runs) > TUNING.compile_gain else runs
                 if fewer != runs:
                     self._try(fewer)
                 break
@@ -240,7 +242,7 @@ class _Search:
         known = self._said()[0] if WHOLE in sets and not self.plans else self._least_cost()
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
-            is_slow_there = is_slow(self.program, self.target, runs)
+            is_slow_there = has_slow_convolutions(self.program, self.target, runs)
             if not self.is_asked and (
                 (is_slow_there and self.plans)
                 or known <= max(_least_gain(runs), fixed_cost(runs))
@@ -300,7 +302,7 @@ class _Search:
 
     def _least_bytes(self, runs: Runs) -> int:
         """The least that is predicted with some runs in slices."""
-        found = self.predicted.get((runs, self.budget))
+        found = self.predicted.get((runs, self.budget, math.inf))
         found = found if isinstance(found, InfeasibleBudgetError) else self._plan_or_refusal(runs, Budget(1))
         return needed_or_least(found)
 
@@ -338,30 +340,35 @@ class _Search:
             raise found
         return found
 
-    def _plan_or_refusal(self, runs: Runs, budget: Budget) -> Plan | InfeasibleBudgetError:
-        """The plan by prediction alone, or the refusal; that is done once."""
-        key = runs, budget
+    def _plan_or_refusal(self, runs: Runs, budget: Budget, most: float = math.inf) -> Plan | InfeasibleBudgetError:
+        """The plan by prediction alone, or the refusal, of what recomputes too much perhaps; that is done once."""
+        key = runs, budget, most
         if key not in self.predicted:
             try:
-                self.predicted[key] = in_slices(self.program, runs, budget, self.whole, True)
+                self.predicted[key] = in_slices(self.program, runs, budget, self.whole, True, most_share=most)
             except InfeasibleBudgetError as refused:
                 self.predicted[key] = refused
         return self.predicted[key]
 
-    def _fewest(self, runs: Runs, plan: Plan | None = None) -> Runs:
-        """The same runs in as few slices as may fit and recompute no more.
+    def _little_more(self, runs: Runs) -> float:
+        """What fewer slices may recompute, as a share: what these are predicted to, and what is worth a compile."""
+        found = self._plan_or_refusal(runs, self._corrected())
+        return recomputed_share(found) + TUNING.compile_gain if isinstance(found, Plan) else math.inf
+
+    def _fewer(self, runs: Runs, plan: Plan | None = None) -> tuple[Runs, ...]:
+        """The same runs in fewer slices: in as few as may fit and recompute no more, then in twice as many each.
 
         What a plan in slices is measured to need less than was predicted of it, its fewer slices need less as well.
         """
         if self.budget == Budget() or not runs:
-            return runs
+            return (runs,)
         with contextlib.suppress(InfeasibleBudgetError):
             now = self.planned(runs, self._corrected())
             room = int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan or now)
             return fewest_slices(runs, max(1, room), needed_bytes(now), cost_of(plan or now), self._plan_or_refusal)
-        return runs
+        return (runs,)
 
-    def _try(self, runs: Runs, others: Callable[[], Collection[Runs]] = tuple) -> bool:
+    def _try(self, runs: Runs, others: Callable[[], Collection[Runs]] = tuple, most: float = math.inf) -> bool:
         """Plan with the compiler; unless slices were asked for, only what recomputes less than others do or may."""
 
         def is_better(error: float, share: float) -> bool:
@@ -370,7 +377,7 @@ class _Search:
 
         elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), bool(self.refusals), is_better)
         try:
-            self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, elsewhere))
+            self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, elsewhere, most))
         except InfeasibleBudgetError as refused:
             if refused.least_bytes:
                 self.refusals.append((refused, runs))
@@ -381,7 +388,7 @@ class _Search:
 
     def _recomputes_less(self, runs: Runs, budget: Budget, share: float) -> bool:
         """Whether some runs in slices are predicted to fit a budget, and to recompute clearly less than a share."""
-        if max(_least_gain(runs), fixed_cost(runs)) >= share or is_slow(self.program, self.target, runs):
+        if max(_least_gain(runs), fixed_cost(runs)) >= share or has_slow_convolutions(self.program, self.target, runs):
             return False
         found = self._plan_or_refusal(runs, budget)
         return isinstance(found, Plan) and cost_of(found) <= share - TUNING.little_recompute
@@ -394,15 +401,6 @@ class _Search:
             return refused
         again.run()  # other budgets have other sets
         return refused if again.plans else below_least(self.n_bytes, again.refusal().least_bytes)
-
-
-def is_slow(program: Program, target: Target, runs: Runs) -> bool:
-    """Whether convolutions would run in a loop on a CPU: XLA makes those of gradients fast outside of loops only.
-
-    `ConvCanonicalization` of XLA's CPU compiler rewrites the entry computation; other layouts are naive loops.
-    """
-    eqns = (eqn for run in runs if not run.within for eqn in program.eqns[run.start : run.stop])
-    return target.platform == "cpu" and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
 
 
 def _least_gain(runs: Runs) -> float:

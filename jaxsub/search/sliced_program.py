@@ -49,12 +49,12 @@ def unfolded(program: Program, runs: Runs, plan: Plan) -> Plan:
 
 
 def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_trusted: bool,
-              elsewhere: Elsewhere = NOTHING) -> Plan:  # fmt: skip
+              elsewhere: Elsewhere = NOTHING, most_share: float = math.inf) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
     A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. If the compiled plan
     needs more than the budget, or leaves much room, the next one aims for as much less or more; where one needed too
-    much, between the two.
+    much, between the two. What is known to recompute more than `most_share` of a forward pass may be refused unplanned.
     """
     n_bytes = budget.n_bytes
     if not runs:
@@ -71,7 +71,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
     goals = [n_bytes]
     while goals and len(refusals) < TUNING.slice_corrections:
         goal = goals.pop()
-        tried = _least_recompute(program, runs, goal, whole)
+        tried = _least_recompute(program, runs, goal, whole, most_share)
         if best is not None and tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain:
             continue
         found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, is_trusted)
@@ -108,7 +108,7 @@ class _Tried:
         return self.runs[0].extra_share
 
 
-def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -> _Tried:
+def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole, most_share: float) -> _Tried:
     """The whole function in slices that recompute as little as is predicted to fit, or need least where none fits."""
     again = runs[0].extra_share  # of a gradient that is not made in the forward pass
     seen: list[_Tried] = []
@@ -122,7 +122,10 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole) -
         inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
         if not isinstance(inside, Plan):  # its budget is that of a slice
             inside = whole(one, Budget(inside.least_bytes), True)
-        return tried(_with_inside(runs, inside, again), needed_bytes(inside))
+        planned = _with_inside(runs, inside, again)
+        if planned[0].extra_share > most_share:  # what is not wanted is not traced
+            return _Tried(planned, needed_bytes(inside), most.total)
+        return tried(planned, needed_bytes(inside))
 
     most = tried(runs, 0)
     if most.total <= n_bytes:

@@ -10,10 +10,10 @@ from jaxsub.core.decisions import Form
 from jaxsub.core.measurement import Measurement
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
+from jaxsub.costs.slice_time import has_slow_convolutions
 from jaxsub.emission.forms import program_in
 from jaxsub.search.call_sites import CallSite, Trial
 from jaxsub.search.fewest_slices import cost_of
-from jaxsub.search.slice_search import is_slow
 from jaxsub.step.fused_update import Findings
 
 
@@ -69,7 +69,9 @@ def cost_of_step(plans: Mapping[str, Plan], trial: Trial) -> tuple[bool, float]:
         in which slices move weights, as FLOPs.
     """
     programs = {key: program_in(trial.sites[key].program, plan) for key, plan in plans.items() if plan.slices}
-    is_any_slow = any(is_slow(program, trial.target, plans[key].slices) for key, program in programs.items())
+    is_any_slow = any(
+        has_slow_convolutions(program, trial.target, plans[key].slices) for key, program in programs.items()
+    )
     return is_any_slow, sum(extra_flops(plan, trial.sites[key]) * trial.calls[key] for key, plan in plans.items())
 
 

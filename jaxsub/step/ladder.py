@@ -14,6 +14,7 @@ from jaxsub.core.figures import predicted_bytes, recomputed_share
 from jaxsub.core.plan import Plan
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.chain_builder import Pricer, Prices
+from jaxsub.costs.slice_time import has_slow_convolutions
 from jaxsub.devices.targets import Target
 from jaxsub.emission.emit import keep_out
 from jaxsub.emission.forms import program_in
@@ -26,7 +27,7 @@ from jaxsub.search.fewest_slices import cost_of
 from jaxsub.search.forms import in_form
 from jaxsub.search.pipeline import Planning, may_be_sliced, once
 from jaxsub.search.propagated import pricer_of
-from jaxsub.search.slice_search import best_in_slices, is_slow
+from jaxsub.search.slice_search import best_in_slices
 from jaxsub.search.verify import cut_choices, untouched, usual_choices
 
 
@@ -132,7 +133,7 @@ class Ladder:
 
     def _cost(self, plan: Plan) -> tuple[bool, float]:
         """What a plan costs: slices that are slow come last."""
-        return is_slow(self.program, self.target, plan.slices), cost_of(plan)
+        return has_slow_convolutions(self.program, self.target, plan.slices), cost_of(plan)
 
     def _in_slices(self, n_bytes: int, lost: int, *, is_last: bool = False) -> list[Plan]:
         """The best plans with runs in slices within so many bytes, or the least; none where nothing may be sliced."""

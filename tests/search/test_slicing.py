@@ -830,6 +830,32 @@ def test_the_gradient_of_a_large_table_is_where_it_is_returned(target):
     assert sum(run.extra_share for run in plan.slices) == 0
 
 
+def test_more_slices_come_before_slices_that_recompute():
+    """As few slices as may fit need a little more than predicted: twice as many do not, and recompute nothing."""
+
+    def network(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return x @ params[-1]
+
+    def loss(params, x, y, probe):
+        error = lambda params: ((network(params, x) - y) ** 2).mean()  # noqa: E731
+        curvature = jax.jvp(jax.grad(error), (params,), (probe,))[1]
+        return error(params) + 1e-2 * sum((a * b).sum() for a, b in zip(probe, curvature, strict=True))
+
+    def by_hand(params, x, y, probe):
+        rows = x.reshape(8, 256, 32), y.reshape(8, 256, 1)
+        return lax.map(jax.checkpoint(lambda rows: loss(params, *rows, probe)), rows).mean()
+
+    shapes = (32, 96), (96, 96), (96, 96), (96, 1)
+    params = [random.normal(random.key(i), shape) / 10 for i, shape in enumerate(shapes)]
+    arguments = params, jnp.ones((2048, 32)), jnp.ones((2048, 1)), [jnp.sign(w) for w in params]
+    budget = jaxsub.measure(by_hand, *arguments).temp_bytes
+    plan = jaxsub.plan(loss, *arguments, budget=budget, cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= budget
+    assert sum(run.extra_share for run in plan.slices) == 0
+
+
 def regressed(params, x, y):
     """A ridge regression for each example, on features of a network."""
     h = jnp.tanh(jnp.tanh(x @ params["in"]) @ params["out"])
