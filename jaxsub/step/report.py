@@ -191,7 +191,7 @@ def infeasible(n_bytes: int, least: Attempt, held: Sequence[Argument], unknown: 
     if own:
         holders.append(_row(own, needed, "outputs that are in no donated argument's memory"))
     lines = [f"    {line}" for line in _temporary_lines(least)]
-    words = "temporary, of which are expected at the peak:" if lines else "temporary"
+    words = "temporary; predicted to be live at the peaks of its functions:" if lines else "temporary"
     holders += [_row(measured.temp_bytes, needed, words), *lines]
     state = sum(h.state_bytes for h in held)
     wrap = "" if least.trial.sites else (

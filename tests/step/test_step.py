@@ -512,11 +512,14 @@ def test_a_small_step_may_run_in_slices_too():
 
 def test_a_step_without_a_planned_loss_says_so():
     """Its refusal lists no values that nothing is known of, and `max_batch` says why it finds no larger batch."""
-    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    loss = lambda w, x: (jnp.tanh(x @ w) ** 2).sum()  # noqa: E731
+    step, arguments = jax.grad(loss), (jnp.ones((8, 8)), jnp.ones((64, 8)))
     with pytest.raises(jaxsub.InfeasibleBudgetError) as caught:
-        quiet(step, memory="1KiB").report(jnp.ones((8, 8)), jnp.ones((64, 8)))
+        quiet(step, memory="1KiB").report(*arguments)
     assert "No function in the step is wrapped in jaxsub.sublinear" in str(caught.value)
-    assert "expected at the peak" not in str(caught.value)
+    assert "predicted to be live" not in str(caught.value)
+    with pytest.raises(jaxsub.InfeasibleBudgetError, match="predicted to be live at the peaks of its functions"):
+        quiet(jax.grad(jaxsub.sublinear(loss)), memory="1KiB").report(*arguments)
     found = jaxsub.max_batch(lambda n: (step, (jnp.ones((8, 8)), jnp.ones((n, 8)))), memory="64KiB", progress=False)
     assert "no function in the step is wrapped in jaxsub.sublinear" in str(found)
 
