@@ -827,7 +827,7 @@ def test_the_gradient_of_a_large_table_is_where_it_is_returned(target):
     budget = 2 * jaxsub.measure(by_hand, *arguments, target=target).temp_bytes
     plan = jaxsub.plan(loss, *arguments, budget=budget, cache=False, progress=False, target=target)
     assert plan.measurement.temp_bytes <= budget
-    assert sum(run.extra_share for run in plan.slices) == 0
+    assert sum(run.extra_share for run in plan.slices) < 0.01
 
 
 def test_more_slices_come_before_slices_that_recompute():
