@@ -32,7 +32,7 @@ from jaxsub.jaxpr.trace import with_own_settings
 from jaxsub.planners import get
 from jaxsub.search.annotate import opened
 from jaxsub.search.forms import in_form
-from jaxsub.search.frontier_points import Candidate, at_every_budget, finished
+from jaxsub.search.frontier_points import Candidate, at_every_budget, finished, price_of_slices, undominated
 from jaxsub.search.pipeline import Settings, may_be_sliced
 from jaxsub.search.propagated import pricer_of
 from jaxsub.search.slicing import Chunks
@@ -66,6 +66,11 @@ class Point:
     def extra(self) -> float:
         """Its recompute, in forward passes."""
         return recomputed_share(self.plan)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether runs of it are executed in slices."""
+        return bool(self.plan.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +188,8 @@ def frontier_of(pricer: Pricer, points: int, budget_bytes: int | None = None, *,
         plain, verifier = Verifier(pricer).plain().measurement, Verifier(bare)
         plans = [plan.replace(measurement=_measure(verifier, plan), plain_measurement=plain) for plan in plans]
     plans = [opened(program, in_form(program, form, plan), pricer.target, store) for plan in plans]
-    found = (Point("in slices" if plan.slices else "optimal", plan) for plan in plans)
-    rising = {p.temp_bytes: p for p in sorted(found, key=lambda p: (p.temp_bytes, -p.extra))}  # of equal ones the last
-    return Frontier(tuple(rising.values()), tuple(others), budget_bytes)
+    found = [Point("in slices" if plan.slices else "optimal", plan) for plan in plans]
+    return Frontier(tuple(undominated(found, price_of_slices(chunks))), tuple(others), budget_bytes)
 
 
 def _measure(verifier: Verifier, plan: Plan) -> Measurement:

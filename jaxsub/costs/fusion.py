@@ -191,7 +191,7 @@ class Lives:
         return [a if compat.is_var(a) and a in self._behind else b for a, b in zip(eqn.invars, ins, strict=True)]
 
     def _absorb(self) -> None:
-        """Fuse into products the elementwise work that is their only reader but for sums: it takes their memory."""
+        """Fuse into products the elementwise work that alone reads them, but for sums and what waits for a barrier."""
         ends, fused = self.ends(), set[int]()
         for position in self._work:
             eqn = self.eqns[position]
@@ -206,7 +206,8 @@ class Lives:
                 if eqn is None or eqn.primitive.name not in TAKEN_IN or eqn.outvars[0].aval.shape != made.aval.shape:
                     break
                 small = [p for p in sums if math.prod(self.eqns[p].outvars[0].aval.shape) < LEAST_ELEMENTS]
-                if leads_to(self.eqns, self._readers, small, works[0]):  # less its own mean, which is no part of a call
+                is_held = any(a in self._behind and self.base(a) is made for a in eqn.invars if compat.is_var(a))
+                if is_held or leads_to(self.eqns, self._readers, small, works[0]):  # or less its own mean
                     break
                 fused.add(works[0])
                 self._bases[eqn.outvars[0]] = product

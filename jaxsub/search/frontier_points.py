@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import Protocol, TypeVar
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.chain import Chain, Run
@@ -39,32 +40,59 @@ class Candidate:
     is_sliced: bool = False
 
 
+class Rated(Protocol):
+    """What is compared with others: its predicted peak, its recompute, and whether it runs in slices."""
+
+    @property
+    def temp_bytes(self) -> int:
+        """Its predicted peak."""
+        ...
+
+    @property
+    def extra(self) -> float:
+        """Its recompute, in forward passes."""
+        ...
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether runs are executed in slices."""
+        ...
+
+
+F = TypeVar("F", bound=Rated)
+
+
 def at_every_budget(pricer: Pricer, chunks: Chunks) -> list[Candidate]:
     """Candidates none of which is better than another, memory rising.
 
     Unless `chunks` is `True`, slices have to spare more recompute than a plan is given without looking at them.
     """
     if isinstance(chunks, Mapping):
-        return best(_in_slices(pricer, asked(pricer.program, chunks)))
-    found = best(_as_it_stands(pricer))
+        return undominated(_in_slices(pricer, asked(pricer.program, chunks)))
+    found = undominated(_as_it_stands(pricer))
     if chunks is False:
         return found
     sets = find_runs(pricer.program, pricer.target, max(1, found[0].temp_bytes // 2)).sets()
     sliced = (candidate for runs in sets for candidate in _in_slices(pricer, runs))
-    return best([*found, *sliced], 0.0 if chunks is True else TUNING.little_recompute)
+    return undominated([*found, *sliced], price_of_slices(chunks))
 
 
-def best(found: Iterable[Candidate], price: float = 0.0) -> list[Candidate]:
+def price_of_slices(chunks: Chunks) -> float:
+    """What slices have to spare, in forward passes."""
+    return TUNING.little_recompute if chunks == "auto" else 0.0
+
+
+def undominated(found: Iterable[F], price: float = 0.0) -> list[F]:
     """Those that no other is better than in both memory and recompute, memory rising; slices count as `price` forward
     passes.
     """
 
-    def cost(candidate: Candidate) -> float:
-        return candidate.extra + price * candidate.is_sliced
+    def cost(point: F) -> float:
+        return point.extra + price * point.is_sliced
 
-    rising = sorted(found, key=lambda candidate: (candidate.temp_bytes, cost(candidate)))
+    rising = sorted(found, key=lambda point: (point.temp_bytes, cost(point)))
     least = accumulate(map(cost, rising[:-1]), min, initial=math.inf)
-    return [candidate for candidate, before in zip(rising, least, strict=True) if cost(candidate) < before]
+    return [point for point, before in zip(rising, least, strict=True) if cost(point) < before]
 
 
 def finished(pricer: Pricer, plan: Plan) -> Plan:
@@ -91,7 +119,7 @@ def _in_slices(pricer: Pricer, runs: tuple[Slices, ...]) -> Iterator[Candidate]:
     if not is_whole_function(pricer.program, runs):
         return
     part = carried(pricer, program_of_slice(pricer.program, runs[0]))
-    inside = best(_as_it_stands(part))
+    inside = undominated(_as_it_stands(part))
     needed = outside[0].temp_bytes - inside[-1].temp_bytes
     for candidate in inside[:-1]:
         make = partial(_made_inside, pricer, runs[0], candidate)
