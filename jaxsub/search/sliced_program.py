@@ -87,8 +87,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         else:
             refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
             too_much = tried if too_much is None or tried.total < too_much.total else too_much
-            is_least = tried.total > goal  # none can be planned for less
-            goals = [] if is_trusted or best or is_least else [int(corrected * (1 - TUNING.median_error))]
+            goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
     return best
