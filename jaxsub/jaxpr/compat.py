@@ -322,7 +322,7 @@ def inlined_body(eqn: Any) -> Any | None:
     if eqn.primitive.name in ("closed_call", "core_call"):
         return eqn.params.get("call_jaxpr")
     if eqn.primitive.name not in ("jit", "pjit"):
-        return expanded(eqn)
+        return expanded(eqn) if unwrapped(eqn)[0] is eqn.primitive else None
     params = eqn.params
     marks = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     if any(type(s).__name__ != "UnspecifiedValue" for s in marks) or params.get("compiler_options_kvs"):

@@ -17,10 +17,11 @@ def expanded(eqn: Any) -> Any | None:
 
     Those with results that may have a derivative are left as they are: they have rules of their own for it.
     """
-    primitive = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
-    has_rule = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-    if primitive is None or has_rule or eqn.effects:
+    if eqn.primitive.name != "call_hi_primitive" or eqn.effects:
         return None
+    if any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+        return None
+    primitive = eqn.params["_prim"]
     return _expanded(primitive, tuple(primitive.in_avals_flat))
 
 

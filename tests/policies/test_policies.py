@@ -320,6 +320,16 @@ def test_a_region_that_saves_nothing_is_let_through_with_remat3(remat3):
         assert jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy))(0.0) == 1.0
 
 
+def test_names_of_integers_are_kept_with_remat3(remat3):
+    """A mask that is named can be saved by its name: it has no gradient, but is no primitive to be expanded."""
+
+    def masked(x):
+        mask = jax.ad_checkpoint.checkpoint_name((x > 0).astype(jnp.int8), "mask")
+        return jnp.where(mask > 0, jnp.tanh(x), 0.0).sum()
+
+    assert "mask" in map(compat.given_name, trace(masked, [jnp.ones((4, 3))], {}).eqns)
+
+
 def named_chain(weights, x):
     """As `chain`, every layer named; what a tanh is of is called `sum`."""
     for i, w in enumerate(weights):
