@@ -184,11 +184,10 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
     last |= dict.fromkeys(ends, len(kernels))
     born = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
     outputs = [(size, len(kernels)) for size in spare]
-    homes = set(free)
-    for b in written:
-        if b in born:
-            outputs.append((sizes[b], _first_made(b, kernels, sizes, born, last, homes)))
-    sizes |= dict.fromkeys(homes, 0)
+    elsewhere, returned = set(free), set(written)
+    for b in filter(returned.__contains__, born):  # in the order in which they are made
+        outputs.append((sizes[b], _first_made(b, kernels, sizes, born, last, elsewhere)))
+    sizes |= dict.fromkeys(elsewhere, 0)
     spans = {b: (born.get(b, 0), last[b]) for b in sizes if b in last}
     sizes |= dict.fromkeys(_hosted(sizes, spans, outputs), 0)
     dying: dict[int, list[Any]] = {}
@@ -206,20 +205,20 @@ def peak_bytes(kernels: Sequence[Kernel], at_start: dict[Any, int], ends: set[An
 
 
 def _first_made(output: Any, kernels: Sequence[Kernel], sizes: dict[Any, int], born: dict[Any, int],
-                last: dict[Any, int], homes: set[Any]) -> int:  # fmt: skip
-    """Find since when an output's buffer is in use: what the output is written over, in one step or several, is in it.
+                last: dict[Any, int], elsewhere: set[Any]) -> int:  # fmt: skip
+    """Find the first kernel that uses an output's buffer: what the output is written over, step by step, lies there.
 
-    Those values join `homes`: their memory is the output's.
+    Those values are added to what is counted `elsewhere`.
     """
     b, i = output, born[output]
     while True:
-        kernel = kernels[i]
-        over = kernel.each[kernel.makes.index(b)] if len(kernel.each) > kernel.makes.index(b) else kernel.over
-        fitting = [a for a in over - homes if last[a] == i and born.get(a, i) < i and sizes[a] == sizes[output]]
+        kernel, place = kernels[i], kernels[i].makes.index(b)
+        over = kernel.each[place] if place < len(kernel.each) else kernel.over
+        fitting = [a for a in over - elsewhere if last[a] == i and born.get(a, i) < i and sizes[a] == sizes[output]]
         if not fitting:
             return i
-        b = max(fitting, key=born.__getitem__)
-        homes.add(b)
+        b = max(fitting, key=lambda a: (born[a], kernels[born[a]].makes.index(a)))
+        elsewhere.add(b)
         i = born[b]
 
 

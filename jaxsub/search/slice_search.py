@@ -175,8 +175,7 @@ class _Search:
     def _tried(self, chosen: Runs, others: Collection[Runs]) -> bool:
         """Plan a set of runs in as few slices as may do; whether another of the sets has to come first."""
         others = others if chosen not in self.postponed else ()
-        more = self._fewer(chosen)
-        for runs in dict.fromkeys((*more[:2], chosen)):  # fewer slices are better at the same cost
+        for runs in dict.fromkeys((*self._fewer(chosen)[:2], chosen)):  # fewer slices are better at the same cost
             if self._try(runs, lambda: others, math.inf if runs == chosen else self._little_more(chosen)):
                 fewer = self._fewer(runs, self.plans[-1])[0] if slowed_share(runs) > TUNING.compile_gain else runs
                 if fewer != runs:
