@@ -24,8 +24,8 @@ planners: memo milp_model milp_nested quantize dp_tables select baselines cheap 
     revolve split_regions optimal auto milp __init__
 jaxpr: __init__ hi_primitives compat flops new_equations derivative_rules rule_residuals identity inline max_pool_vjp
     grouped_conv_vjp ragged_products output_only_vjp shardings static_leaves tangents trace late_zeros own_rules
-    constants differences arguments linearity axis_places random_bits axis axis_rules axis_bodies axis_origin axes
-    product_rows
+    constants differences arguments linearity axis_places random_bits axis axis_rules axis_inverse
+    axis_bodies axis_origin axes product_rows
 devices: __init__ cuda_plugin aot_worker targets aot compile
 partition: __init__ cuts inner_gradients blocks inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans bodies own_regions clones
@@ -33,7 +33,7 @@ emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans
 costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fusion
     split_k narrow_floats library_calls operation_counts priority_fusion fusion live_ranges cond_options dead_inputs
     roofline slice_time step_options scan_options chain_builder
-search: __init__ bracket compile_worth by_hand slice_seeds found_run slicing sliceable belonging candidates
+search: __init__ bracket compile_worth by_hand slice_seeds run_spans found_run slicing sliceable belonging candidates
     name_overrides named_policy verify propagated budget_search sliced_program fewest_slices slice_search
     frontier_points repeated_effects forms plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline

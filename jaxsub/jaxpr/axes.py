@@ -18,15 +18,17 @@ if nothing else reads the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxsub.core.tuning import TUNING
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.axis import Axis, Body, NotIndependent, Step, live_steps
 from jaxsub.jaxpr.axis_bodies import Follow, Held, held_rule
-from jaxsub.jaxpr.axis_origin import inputs_with_axis
+from jaxsub.jaxpr.axis_inverse import step_of_broadcasts
+from jaxsub.jaxpr.axis_origin import inputs_with_axis, joining_inputs
 from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Shorter, State, Total, units_of
 from jaxsub.jaxpr.axis_rules import first_units, narrows, needs_at, rule_of
 from jaxsub.jaxpr.derivative_rules import is_inexact
@@ -55,13 +57,13 @@ def follow(
 
     Cheap totals of inputs that are `still`, without tangents, run before the slices: how many tokens a mask leaves, the
     mean of an advantage. Where the axis ends in a sum, a loss, other inputs that have it join where they can, as the
-    second of two batches that are compared does: what is made of them runs in slices as well. Elsewhere slices are
-    recomputed, and it runs once.
+    second of two batches that are compared does, or one with a term of its own: what is made of them runs in slices as
+    well. Elsewhere slices are recomputed, and it runs once.
     """
     seeds: list[tuple[Any, int]] = [(seed, dim)]
     axis = follow_all(eqns, inputs, outputs, seeds, may_end_early=True, still=still)
     tried = set(seeds)
-    while more := [found for found in dict.fromkeys(_joining(axis, inputs)) if found not in tried]:
+    while more := [found for found in dict.fromkeys(joining_inputs(axis, inputs, seeds[0])) if found not in tried]:
         tried.update(more)
         for joining in (more, *([found] for found in more if len(more) > 1)):
             try:
@@ -72,16 +74,6 @@ def follow(
             if joining is more:
                 break
     return axis
-
-
-def _joining(axis: Axis, inputs: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """Dimensions of inputs that have an axis that ends in one sum, and that equations before the slices read."""
-    if not any(isinstance(place, Total) and v.aval.size == 1 for v, place in axis.places.items()):
-        return
-    read = {a for eqn in axis.before for a in eqn.invars if compat.is_var(a)}
-    for cut, place in axis.cut:
-        having = inputs_with_axis(axis.before, inputs, cut, place.dim, axis.length)
-        yield from ((variable, there.dim) for variable, there in having if variable in read)
 
 
 def follow_all(
@@ -237,7 +229,8 @@ class _Walk:
             return
         self.placed.add((atom, place))
         eqn = self.makers.get(atom)
-        step = None if eqn is None else _made_in_slice(eqn, atom, place, self.order)
+        made = partial(_made_in_slice, order=self.order)
+        step = None if eqn is None else made(eqn, atom, place) or step_of_broadcasts(self.makers, eqn, place, made)
         if step is None:
             self.sliced(atom, place)
             return

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from jaxsub.core.decisions import UNSPLIT, Split
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.axis import Step
+from jaxsub.jaxpr.axis import Axis, Step
 from jaxsub.jaxpr.axis_bodies import CHECKED_ORDERS
-from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place
+from jaxsub.jaxpr.axis_places import Coarser, NoRule, Place, Total
 from jaxsub.jaxpr.axis_rules import rule_of
 from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.shardings import data_share, has_explicit_axes
@@ -50,6 +50,23 @@ def inputs_with_axis(
     for found, (first, *_) in origins(eqns, variable, (dim,)):
         if found in inputs and found.aval.shape[first] % n_units == 0:
             yield found, Place(first, found.aval.shape[first] // n_units)
+
+
+def joining_inputs(axis: Axis, inputs: Sequence[Any], seed: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
+    """Dimensions of inputs that have an axis that ends in one sum, and that equations before the slices read.
+
+    Those that values in slices come from, and the seed's dimension of others that are as long.
+    """
+    if not any(isinstance(place, Total) and v.aval.size == 1 for v, place in axis.places.items()):
+        return
+    read = {a for eqn in axis.before for a in eqn.invars if compat.is_var(a)}
+    for cut, place in axis.cut:
+        having = inputs_with_axis(axis.before, inputs, cut, place.dim, axis.length)
+        yield from ((variable, there.dim) for variable, there in having if variable in read)
+    first, dim = seed
+    yield from (
+        (v, dim) for v in inputs if v in read and v.aval.shape[dim : dim + 1] == first.aval.shape[dim : dim + 1]
+    )
 
 
 def slices_whole_values(steps: Iterable[Step]) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -316,6 +317,32 @@ def test_masks_are_made_in_the_slice():
     assert max(v.aval.size for eqn in axis.before for v in eqn.outvars) < 36
     assert [v.aval.shape for v, _ in axis.cut] == [(6, 3)]
     np.testing.assert_allclose(chunked(3)(q, q + 1), masked(q, q + 1), rtol=1e-6, atol=1e-6)
+
+
+def test_an_inner_gradient_begins_in_the_slice():
+    """It begins with ones for all examples, times a matrix: products of broadcasts are made at the slice's shape."""
+
+    def force(w, x):
+        return jax.grad(lambda x: (jnp.tanh(x @ w[0]) @ w[1]).sum())(x)
+
+    w, x = (X[0, :3], X[1, :3]), X[:, 0]
+    axis, chunked = along(force, w, x, seed=2)
+    assert [v.aval.shape for v, _ in axis.cut] == [(6, 3)]
+    assert not [eqn for eqn in axis.before if eqn.primitive.name == "dot_general"]
+
+    def twice(f):
+        loss = lambda w, x: (f(w, x) ** 2).sum()  # noqa: E731
+        return jax.jit(lambda w, x: (f(w, x), jax.grad(loss, (0, 1))(w, x)))(w, x)
+
+    flat = lambda w, x: chunked(3)(*w, x)  # noqa: E731
+    chex.assert_trees_all_close(twice(flat), twice(force), rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_of_data_is_not_made_again_in_slices():
+    """Only broadcasts are: of another batch the product is made once, and sliced."""
+    axis, chunked = along(lambda x, y, w: jnp.sin(x) + y @ w, X[:, 0], X[:, 1], X[0, :3])
+    assert [eqn.primitive.name for eqn in axis.before] == ["dot_general"]
+    np.testing.assert_allclose(chunked(3)(X[:, 0], X[:, 1], X[0, :3]), jnp.sin(X[:, 0]) + X[:, 1] @ X[0, :3], rtol=1e-5)
 
 
 def test_totals_are_put_together():
