@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -140,6 +140,7 @@ class _Slices:
     split: Split = UNSPLIT
     read: frozenset[Any] = frozenset()
     platform: str | None = None
+    steps: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def keys(self) -> list[Any]:
         return [*(v for v, _ in self.axis.cut), *self.axis.reads]
@@ -249,9 +250,11 @@ class _Slices:
 def _differentiable(slices: _Slices) -> Callable[..., Values]:
     """Give the slices a derivative rule that computes the gradient of one scalar sum in the forward pass."""
 
-    @jax.custom_jvp
-    def call(*args: Any) -> Values:
+    def plainly(*args: Any) -> Values:
         return slices(*args)
+
+    plainly.__name__ = IN_SLICES
+    call = jax.custom_jvp(plainly)
 
     def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -338,6 +341,18 @@ def _with_gradient(
 ) -> tuple[Values, Any]:
     """The results, and the tangent of the loss by its gradient."""
     n_cut = len(slices.axis.cut)
+    key = (*active, loss)
+    step = slices.steps[key] = slices.steps.get(key) or _gradient_step(slices, active, loss)
+    kinds = [slices.axis.cut[i][1] if i < n_cut else jax.typeof(primals[i]) for i in active]
+    fixed = [i for i in range(n_cut) if i not in active]
+    outs, gradients = slices.run(step, slices.sorted(primals), kinds, fixed)
+    moved = [jnp.sum(g * t.astype(g.dtype)).real for g, t in zip(gradients, tangents, strict=True)]
+    wide = _wide(outs[loss].dtype)
+    return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
+
+
+def _gradient_step(slices: _Slices, active: Sequence[int], loss: int) -> Callable[..., tuple[Values, Values]]:
+    """One slice's results and the gradient of its loss; of slices of the full size that is traced once."""
 
     def step(start: Any, size: int, parts: Values, wholes: Values) -> tuple[Values, Values]:
         given = (*parts, *wholes)
@@ -350,12 +365,8 @@ def _with_gradient(
         (_, outs), gradients = gradient(*(given[i] for i in active))
         return outs, gradients
 
-    kinds = [slices.axis.cut[i][1] if i < n_cut else jax.typeof(primals[i]) for i in active]
-    fixed = [i for i in range(n_cut) if i not in active]
-    outs, gradients = slices.run(step, slices.sorted(primals), kinds, fixed)
-    moved = [jnp.sum(g * t.astype(g.dtype)).real for g, t in zip(gradients, tangents, strict=True)]
-    wide = _wide(outs[loss].dtype)
-    return outs, sum((m.astype(wide) for m in moved), jnp.zeros((), wide)).astype(outs[loss].dtype)
+    once = jax.jit(step, static_argnums=1, inline=True)
+    return lambda start, *given: (step if isinstance(start, int) else once)(start, *given)
 
 
 def _put(args: Sequence[Any], places: Sequence[int], xs: Iterable[Any]) -> list[Any]:

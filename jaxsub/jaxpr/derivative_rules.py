@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.flops import bodies_of, primitives_in
+from jaxsub.jaxpr.flops import bodies_of
 
 RULED = ("custom_jvp_call", "custom_vjp_call")
 """Primitives with a derivative rule of their own."""
@@ -130,14 +130,6 @@ def _traced_vjp(eqn: Any) -> tuple[Any, Any]:
         with contextlib.suppress(compat.CLOSED_OVER):
             return traced(n_closed)
     raise TypeError("JAX differentiates this function by none of its operands")
-
-
-def has_rules_within_rules(eqn: Any) -> bool:
-    """Whether an equation holds a function with a rule of its own that calls another one."""
-    is_ruled = eqn.primitive.name in RULED
-    inner = [one for body in bodies_of(eqn) for one in body.eqns]
-    return any((is_ruled and not set(RULED).isdisjoint(primitives_in(one))) or has_rules_within_rules(one)
-               for one in inner)  # fmt: skip
 
 
 def traced_rule(eqn: Any) -> tuple[Any, ...]:

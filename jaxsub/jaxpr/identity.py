@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from jaxsub.jaxpr import compat
-from jaxsub.jaxpr.derivative_rules import RULED, has_rules_within_rules, traced_rule
+from jaxsub.jaxpr.derivative_rules import RULED, traced_rule
 from jaxsub.jaxpr.flops import bodies_of
-from jaxsub.jaxpr.new_equations import runs_in_slices
+from jaxsub.jaxpr.new_equations import is_over_slices
 from jaxsub.jaxpr.rule_residuals import KeptRule
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -73,13 +73,11 @@ def signature_of(eqn: Any, rules: dict[Any, str] | None = None) -> bytes:
     digest = hashlib.blake2b(digest_size=12)
     digest.update(eqn.primitive.name.encode())
     is_ruled = eqn.primitive.name in RULED
-    if runs_in_slices(eqn) and not has_rules_within_rules(eqn):
-        rules = None  # the rules of slices are this package's
     for key in sorted(eqn.params):
         digest.update(key.encode())
         if not (is_ruled and _is_function(eqn.params[key])):  # a rule is known by what it computes
             digest.update(_describe(eqn.params[key], rules).encode())
-    if rules is not None and is_ruled:
+    if rules is not None and is_ruled and not is_over_slices(eqn):  # their rule follows from those inside
         digest.update(_describe_rule(eqn, rules).encode())
     for atom in (*eqn.invars, *eqn.outvars):
         digest.update((_aval_text(atom.aval) if compat.is_var(atom) else _describe(atom.val)).encode())

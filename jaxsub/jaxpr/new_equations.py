@@ -20,8 +20,8 @@ def runs_in_slices(eqn: Any) -> bool:
 
 
 def is_over_slices(eqn: Any) -> bool:
-    """Tell whether a loop is one over slices, of `jaxsub.emission.chunks`, and none of the user's."""
-    info = getattr(compat.open_jaxpr(eqn.params.get("jaxpr")), "debug_info", None)
+    """Tell whether a loop, or a function with its own derivative, is of `jaxsub.emission.chunks`, not the user's."""
+    info = getattr(compat.open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))), "debug_info", None)
     return getattr(info, "func_src_info", "").startswith(IN_SLICES)
 
 

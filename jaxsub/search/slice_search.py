@@ -98,6 +98,7 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
 Places = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
 """Where runs are, in however many slices."""
 
+Rank = tuple[bool, bool, float, float]
 WHOLE: Runs = ()
 """No run in slices: the program as it stands."""
 
@@ -133,9 +134,10 @@ class _Search:
             if self.plans and not self.is_asked and recomputed_share(self.plans[0]) <= TUNING.little_recompute:
                 return
         is_left = WHOLE in self.postponed or not is_whole_first
-        self._try_sets({WHOLE: None, **self.sets} if is_left else dict(self.sets), TUNING.slice_sets + is_left)
+        sets = {WHOLE: None, **self.sets} if is_left else dict(self.sets)
+        self._try_sets(sets, TUNING.slice_sets + is_left)
         if not self.plans:
-            self._try_sets(self.last_sets(), TUNING.slice_sets, is_last=True)
+            self._try_sets({**sets, **self.last_sets()}, TUNING.slice_sets, is_last=True)
 
     @cached_property
     def found(self) -> RunsFound:
@@ -154,23 +156,24 @@ class _Search:
         return {runs: None for runs in last.sets() if runs not in self.sets}
 
     def _try_sets(self, sets: dict[Runs, None], most: int, is_last: bool = False) -> None:
-        """Plan the program with the most promising sets of runs in slices; as a last resort one, more if they may fit.
+        """Plan the program with the most promising sets of runs in slices.
 
         Once predictions of one have been too low, another may be expected to recompute less: it comes first then.
         """
         n_tried = 0
-        while n_tried < most and (found := min(self._predicted(sets), key=lambda found: found[0], default=None)):
+        while n_tried < most and (found := min(self._predicted(sets, is_last), key=lambda f: f[0], default=None)):
             (does_not_fit, _, cost, _), chosen = found
-            if is_last and (self.plans or (n_tried and does_not_fit)):
-                return
+            if is_last and self.plans:
+                break
             chosen = WHOLE if WHOLE in sets and not does_not_fit and self._may_spare(cost) else chosen
             sets.pop(chosen)
             if self._tried(chosen, tuple(sets)):
                 sets[chosen] = None
             else:
                 n_tried += 1
-        if WHOLE in sets and self._may_err():
+        if WHOLE in sets and (is_last or not self._is_far()) and self._may_err():
             self._try(WHOLE)
+            sets.pop(WHOLE)
 
     def _tried(self, chosen: Runs, others: Collection[Runs]) -> bool:
         """Plan a set of runs in as few slices as may do; whether another of the sets has to come first."""
@@ -236,8 +239,8 @@ class _Search:
         most = max((1 + TUNING.packing) * self.n_bytes, (1 - TUNING.between_gap) * self._least_measured())
         return expected < most
 
-    def _predicted(self, sets: Collection[Runs]) -> Iterator[tuple[tuple[bool, bool, float, float], Runs]]:
-        """Sets worth compiling: are they predicted not to fit, slow in loops, what they recompute, and a rank."""
+    def _predicted(self, sets: Collection[Runs], is_last: bool) -> Iterator[tuple[Rank, Runs]]:
+        """Sets worth compiling: do they not fit by prediction (by far is last), are they slow, their cost, a rank."""
         known = self._said()[0] if WHOLE in sets and not self.plans else self._least_cost()
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
@@ -256,7 +259,8 @@ class _Search:
                 self.leasts.setdefault(_places(runs), {})[sum(run.count for run in runs)] = found.least_bytes
             if is_alike or not isinstance(found, Plan):
                 least = needed_or_least(found) / (self._excess() if runs else 1.0)
-                if not self.plans and (self._may_need_less(least) if runs else self._may_err()):
+                is_near = is_last or least < TUNING.prediction_error * self.n_bytes
+                if not self.plans and is_near and (self._may_need_less(least) if runs else self._may_err()):
                     yield (True, False, 0.0, least), runs
                 continue
             share = round(cost_of(found) - (0.0 if runs else TUNING.compile_gain), 3)
@@ -402,14 +406,14 @@ class _Search:
         return refused if again.plans else below_least(self.n_bytes, again.refusal().least_bytes)
 
 
+def _places(runs: Runs) -> Places:
+    return tuple((run.within, run.start, run.stop) for run in runs)
+
+
 def _least_gain(runs: Runs) -> float:
     """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
     most = max((run.stop - run.start for run in runs), default=0)
     return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
-
-
-def _places(runs: Runs) -> Places:
-    return tuple((run.within, run.start, run.stop) for run in runs)
 
 
 def _n_slices(plan: Plan) -> int:

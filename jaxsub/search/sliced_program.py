@@ -52,9 +52,8 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
               elsewhere: Elsewhere = NOTHING, most_share: float = math.inf) -> Plan:  # fmt: skip
     """Plan the program in which some runs are one equation each, executed in slices; of the whole one may recompute.
 
-    A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. If the compiled plan
-    needs more than the budget, or leaves much room, the next one aims for as much less or more; where one needed too
-    much, between the two. What is known to recompute more than `most_share` of a forward pass may be refused unplanned.
+    A slice of the whole is planned by prediction, to recompute as little as is predicted to fit. What is known to
+    recompute more than `most_share` of a forward pass may be refused unplanned.
     """
     n_bytes = budget.n_bytes
     if not runs:
@@ -65,37 +64,18 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         if isinstance(found, Plan):
             return unfolded(program, runs, found)
         raise found.with_plan(partial(unfolded, program, runs))
-    best: Plan | None = None
-    refusals: list[InfeasibleBudgetError] = []
-    too_much: _Tried | None = None
-    goals = [n_bytes]
-    while goals and len(refusals) < TUNING.slice_corrections:
-        goal = goals.pop()
-        tried = _least_recompute(program, runs, goal, whole, most_share)
-        if best is not None and tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain:
-            continue
-        found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, is_trusted)
-        needed = max(1, needed_or_least(found))
-        corrected = int(tried.total * n_bytes / needed)
-        if isinstance(found, Plan):
-            best = unfolded(program, tried.runs, found)
-            spared = tried.extra_share - too_much.extra_share if too_much else 0.0
-            has_room = needed < n_bytes / TUNING.prediction_error or spared > TUNING.heavy_recompute
-            halfway = math.isqrt(tried.total * (too_much.total if too_much else corrected))
-            further = [halfway] if too_much else [corrected, halfway]  # halfway first
-            goals = further if has_room and not is_trusted else []
-        else:
-            refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
-            too_much = tried if too_much is None or tried.total < too_much.total else too_much
-            goals = [] if is_trusted or best or tried.total > goal else [corrected]  # none can be planned for less
-    if best is None:
-        raise min(refusals, key=lambda refused: refused.least_bytes)
-    return best
+    tried = _least_recompute(program, runs, n_bytes, whole, most_share)
+    if not is_trusted:
+        return _verified(program, runs, n_bytes, whole, tried)
+    found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, True)
+    if isinstance(found, Plan):
+        return unfolded(program, tried.runs, found)
+    raise found.with_plan(partial(unfolded, program, tried.runs))
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """The whole function in slices: what one slice is planned to need, and what all are predicted to."""
+    """The whole function in slices: what one slice is planned to need, and what all are predicted or measured to."""
 
     runs: Runs
     needed: int
@@ -106,61 +86,84 @@ class _Tried:
         """What they recompute, as a share of a forward pass."""
         return self.runs[0].extra_share
 
+    @property
+    def beside(self) -> int:
+        """What they need beside one slice: sums of gradients, and what predictions of a slice miss."""
+        return self.total - self.needed
+
+
+def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _Tried) -> Plan:
+    """The whole function in slices, compiled: corrected by what it needs beside a slice while that gains something.
+
+    Of plans that recompute more or less the same is needed beside a slice, to 1 %, whatever a slice needs.
+    """
+    best: Plan | None = None
+    refusals: list[InfeasibleBudgetError] = []
+    for _ in range(TUNING.slice_corrections):
+        found = _plan_or_refusal(whole, with_slices(program, tried.runs), Budget(n_bytes), False)
+        if isinstance(found, Plan):
+            best = unfolded(program, tried.runs, found)
+        else:
+            refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
+        beside = max(1, needed_or_least(found)) - (tried.needed or _most_needed(program, runs, whole))
+        is_least = tried.total > n_bytes  # none can be planned for less
+        tried = _planned_for(_aim(n_bytes) - beside, beside, program, runs, whole)
+        is_in_vain = tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain if best else is_least
+        if is_in_vain:
+            break
+    if best is None:
+        raise min(refusals, key=lambda refused: refused.least_bytes)
+    return best
+
 
 def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole, most_share: float) -> _Tried:
     """The whole function in slices that recompute as little as is predicted to fit, or need least where none fits."""
-    again = runs[0].extra_share  # of a gradient that is not made in the forward pass
-    seen: list[_Tried] = []
 
-    def tried(runs: Runs, needed: int) -> _Tried:
-        found = _plan_or_refusal(whole, with_slices(program, runs), Budget(n_bytes), True)
-        seen.append(_Tried(runs, needed, needed_or_least(found)))
-        return seen[-1]
+    def predicted(tried: _Tried) -> _Tried:
+        found = _plan_or_refusal(whole, with_slices(program, tried.runs), Budget(n_bytes), True)
+        return replace(tried, total=needed_or_least(found))
 
-    def planned(asked: int) -> _Tried:
-        inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
-        if not isinstance(inside, Plan):  # its budget is that of a slice
-            inside = whole(one, Budget(inside.least_bytes), True)
-        planned = _with_inside(runs, inside, again)
-        if planned[0].extra_share > most_share:  # what is not wanted is not traced
-            return _Tried(planned, needed_bytes(inside), most.total)
-        return tried(planned, needed_bytes(inside))
-
-    most = tried(runs, 0)
+    most = predicted(_Tried(runs, 0, 0))
     if most.total <= n_bytes:
         return most
+    seen = [replace(most, needed=_most_needed(program, runs, whole))]
+    for number in range(TUNING.slice_corrections):  # one byte asks for the least, and so does the last
+        is_last = n_bytes == 1 or number == TUNING.slice_corrections - 1
+        asked = 1 if is_last else _aim(n_bytes) - seen[-1].beside
+        planned = _planned_for(asked, seen[-1].beside, program, runs, whole)
+        if planned.extra_share > most_share or planned.runs in [known.runs for known in seen]:
+            break  # what is not wanted is not traced
+        seen.append(predicted(planned))
+        spared = seen[-1].extra_share - runs[0].extra_share
+        is_near = seen[-1].total > n_bytes / TUNING.prediction_error or spared < TUNING.compile_gain
+        if is_last or (seen[-1].total <= n_bytes and is_near):
+            break
+    fitting = [tried for tried in seen if tried.total <= n_bytes]
+    return min(fitting, key=lambda t: t.extra_share) if fitting else min(seen, key=lambda t: t.total)
+
+
+def _planned_for(asked: int, beside: int, program: Program, runs: Runs, whole: Whole) -> _Tried:
+    """Slices that recompute as little as one slice can in so many bytes; the least, where it cannot."""
     one = program_of_slice(program, runs[0])
-    most = replace(most, needed=needed_bytes(whole(one, Budget(NO_LIMIT), True)))
-    asked = most.needed - (most.total - n_bytes) if n_bytes > 1 else 1  # one byte asks for the least
-    least = planned(asked)
-    aim = int(n_bytes * (1 - TUNING.budget_margin))  # a miss by little costs as much as one by much
-    for _ in range(TUNING.slice_corrections):  # on the line through both, before the least
-        if least.total <= n_bytes or asked <= 1 or least.needed >= most.needed:
-            break
-        slope = min(1.0, (most.total - least.total) / (most.needed - least.needed))
-        asked = int(least.needed - (least.total - aim) / slope) if slope > 0 else 1
-        most, least = least, planned(asked)
-    if least.total > n_bytes and asked > 1:
-        most, least = least, planned(1)
-    low, is_same = least.needed, False
-    for _ in range(TUNING.slice_corrections):
-        is_near = least.total > n_bytes / TUNING.prediction_error
-        if is_near or least.extra_share - most.extra_share < TUNING.compile_gain:
-            break
-        share = 0.5 if is_same else (n_bytes - least.total) / max(1, most.total - least.total)
-        asked = low + int(share * (most.needed - low))
-        found = planned(asked)
-        is_same = found.runs == least.runs
-        if found.total > n_bytes:
-            most = found
-        else:
-            least, low = found, asked
-    return least if least.total <= n_bytes else min(seen, key=lambda found: found.total)
+    inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
+    if not isinstance(inside, Plan):
+        inside = whole(one, Budget(inside.least_bytes), True)
+    needed = needed_bytes(inside)
+    return _Tried(_with_inside(runs, inside), needed, needed + beside)
 
 
-def _with_inside(runs: Runs, inside: Plan, again: float) -> Runs:
+def _most_needed(program: Program, runs: Runs, whole: Whole) -> int:
+    """What a slice needs that recomputes nothing."""
+    return needed_bytes(whole(program_of_slice(program, runs[0]), Budget(NO_LIMIT), True))
+
+
+def _aim(n_bytes: int) -> int:
+    return int(n_bytes * (1 - TUNING.budget_margin))  # a miss by little costs as much as one by much
+
+
+def _with_inside(runs: Runs, inside: Plan) -> Runs:
     planned = Inside(inside.segments, inside.barriers, inside.loops)
-    return (replace(runs[0], inside=planned, extra_share=again + recomputed_share(inside)),)
+    return (replace(runs[0], inside=planned, extra_share=runs[0].extra_share + recomputed_share(inside)),)
 
 
 def _plan_or_refusal(whole: Whole, program: Program, budget: Budget, is_trusted: bool,

@@ -13,21 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from jaxsub.core.checks import is_whole
 from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import JaxsubError
-from jaxsub.core.graph import Value
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs.fusible import LOOPS
 from jaxsub.costs.roofline import count_kernels
 from jaxsub.costs.slice_time import TILE_ROWS, SliceTime, least_rows, product_dtype, slice_time
 from jaxsub.devices.targets import Target
-from jaxsub.emission.bodies import bodies_of_node
+from jaxsub.emission.bodies import bodies_of_node, program_within
 from jaxsub.emission.chunks import makes_gradient
 from jaxsub.emission.folding import auxiliary_of, run_of, still_of
 from jaxsub.jaxpr import compat
@@ -37,10 +34,11 @@ from jaxsub.jaxpr.axis_origin import on_all_devices, slices_whole_values, split_
 from jaxsub.jaxpr.axis_places import Place
 from jaxsub.jaxpr.product_rows import rows_of
 from jaxsub.jaxpr.trace import Program, aval_bytes, remembered
-from jaxsub.partition.cuts import find_cuts, live_bytes
+from jaxsub.partition.cuts import live_bytes
 from jaxsub.partition.inner_programs import find_nested, made_bytes
 from jaxsub.partition.traced_run import trace_run
 from jaxsub.search.found_run import Found, bytes_made, kept_whole
+from jaxsub.search.run_spans import spans
 from jaxsub.search.slice_seeds import batch_seeds, seeds_of_run, seeds_round_value, sources
 
 Chunks = str | bool | Mapping[Any, int]
@@ -93,7 +91,8 @@ class RunsFound:
         usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
         told: dict[tuple[Slices, ...], None] = {}
         for asked_bytes, rows in ((1, 1),) if self.is_last else usual:
-            for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs):
+            further = [_joined(self.program, self.runs, self.n_bytes)] if self.is_last else []
+            for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs, *further):
                 counts = [run.count(asked_bytes, rows) for run in runs]
                 pairs = zip(runs, counts, strict=True)
                 chosen = [run.slices(self.program, n, self.time) for run, n in pairs if n > 1]
@@ -281,31 +280,43 @@ def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tu
         if live[producer : stop + 1].max() <= wide or graph.nodes[producer].primitive in LOOPS:
             continue
         reasons: list[NotIndependent] = []
-        for run in _spans(program, live, value, stop):
+        best: Found | None = None
+        for run in spans(program, live, value, stop):
             if any(f.start < run[1] and run[0] < f.stop for f in found):
                 continue
             axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
             half = (before[run[1]] - before[run[0]]) // 2
             axes = [a for a in axes if 2 * a.carried_bytes > value.n_bytes and bytes_made(a.axis.steps) > half
                     and kept_whole(program, a.axis) <= n_bytes]  # fmt: skip
-            if axes:
-                found.append(
-                    max(axes, key=lambda f: (min(f.rows // least, f.axis.length, TUNING.many_slices), f.carried_bytes))
-                )
+            best = max((*filter(None, [best]), *axes), key=partial(_rank, least=least), default=None)
+            if best is not None and (best.has_gradient() or not best.is_head):
                 break
+        if best is not None:
+            found.append(best)
         else:
             refused += [(_label(program, producer, stop), value.n_bytes, why) for why in reasons[:1]]
     return found, refused
 
 
-def _spans(program: Program, live: np.ndarray, value: Value, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs round a value, the longest first; to the end of the program first of all if that is a loss."""
-    n, cuts = len(program.eqns), _cuts_of(program)
-    producer = value.producer or 0
-    starts = _reach(program, live, range(producer, -1, -1), value.n_bytes, max(c for c in cuts if c <= producer))
-    stops = _reach(program, live, range(stop, n + 1), value.n_bytes, min(c for c in cuts if c >= stop))
-    ends = (n, *stops) if program.loss is not None else stops
-    yield from dict.fromkeys((a, b) for b in ends for a in starts)
+def _rank(found: Found, least: int) -> tuple[int, int]:
+    """Many slices first, then those that carry most."""
+    return min(found.rows // least, found.axis.length, TUNING.many_slices), found.carried_bytes
+
+
+def _joined(program: Program, runs: Sequence[Found], n_bytes: int) -> list[Found]:
+    """Runs behind one another as one, where the axis of the first goes through all: nothing between them is whole.
+
+    That needs least: a tower of layers, say, in front of a loss that compares examples.
+    """
+    found: list[Found] = []
+    for run in sorted(runs, key=lambda run: (run.within, run.start)):
+        before = found[-1] if found and found[-1].within == run.within else None
+        part = program_within(program, run.within)
+        axes = _follow_all(part, before.start, run.stop, [(before.value, before.dim)])[0] if before else []
+        carried = before.carried_bytes + run.carried_bytes if before else 0
+        axes = [axis for axis in axes if axis.carried_bytes >= carried and kept_whole(part, axis.axis) <= n_bytes]
+        found[-1 if axes else len(found) :] = [replace(axes[0], within=run.within, weight=run.weight) if axes else run]
+    return found
 
 
 def _makes_gradient(program: Program, start: int, stop: int, axis: Axis) -> bool:
@@ -316,44 +327,6 @@ def _makes_gradient(program: Program, start: int, stop: int, axis: Axis) -> bool
 @remembered
 def _with_gradients(program: Program) -> frozenset[Any]:
     return frozenset(program.variable(v.index) for v in program.graph.values if v.is_differentiated)
-
-
-@remembered
-def _cuts_of(program: Program) -> tuple[int, ...]:
-    return find_cuts(program.graph)
-
-
-def _reach(program: Program, live: np.ndarray, positions: Sequence[int], n_bytes: int, cut: int) -> tuple[int, ...]:
-    """Where a run may end in one direction, the farthest first.
-
-    It goes on until little is alive beside the value, or to the bottom of a valley, and from there as far as nothing
-    costly follows, so that casts of weights and what maps elements run in the slices too. It never takes in a loop.
-    Where nowhere little is alive it ends at a cut.
-    """
-    nodes, little = program.graph.nodes, _little(live, positions, n_bytes)
-    nearest, farthest, lowest = None, positions[0], live[positions[0]]
-    for here, there in pairwise((positions[0], *positions)):
-        node, is_low = nodes[min(here, there, len(nodes) - 1)], nearest is not None
-        if there != here and (node.primitive in LOOPS or (is_low and node.is_costly)):
-            break
-        if live[there] <= little and (not is_low or live[there] <= lowest):
-            nearest, farthest, lowest = there if nearest is None else nearest, there, live[there]
-    return tuple(dict.fromkeys((cut, positions[0]) if nearest is None else (farthest, nearest, positions[0])))
-
-
-def _little(live: np.ndarray, positions: Sequence[int], n_bytes: int) -> float:
-    """How many bytes count as little: a small part of the value's, or what is alive at the bottom of a valley.
-
-    Both sides of a valley are as high as the value is beside what is little.
-    """
-    lowest = live[positions[0]]
-    for here in positions:
-        if TUNING.run_reach * live[here] <= n_bytes:
-            return n_bytes / TUNING.run_reach
-        if live[here] >= TUNING.run_reach * lowest:
-            return float(lowest)
-        lowest = min(lowest, live[here])
-    return -1.0
 
 
 def batch_run(program: Program, n_bytes: int,
