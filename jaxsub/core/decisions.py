@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 
@@ -115,6 +115,11 @@ class Slices:
     def size(self) -> int:
         """How many units a slice has."""
         return -(-self.length // self.count)
+
+    @property
+    def executed(self) -> Slices:
+        """The same without what is said about it: equal to others that execute the same."""
+        return replace(self, label="", spared_bytes=0, extra_share=0.0, axis="", slowed_share=0.0)
 
 
 @dataclass(frozen=True, slots=True)

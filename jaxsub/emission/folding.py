@@ -62,10 +62,13 @@ def axis_of(program: Program, slices: Slices) -> Axis:
     Raises:
         NotIndependent: If it is not independent.
     """
-    eqns, reads, returns = run_of(program, slices.start, slices.stop)
-    return follow(
-        eqns, reads, returns, program.variable(slices.value), slices.dim, still_of(program, slices.start, slices.stop)
-    )
+    return _axis_of(program, slices.start, slices.stop, slices.value, slices.dim)
+
+
+@remembered
+def _axis_of(program: Program, start: int, stop: int, value: int, dim: int) -> Axis:
+    eqns, reads, returns = run_of(program, start, stop)
+    return follow(eqns, reads, returns, program.variable(value), dim, still_of(program, start, stop))
 
 
 def carried_over(program: Program, slices: Slices) -> Slices:
@@ -82,12 +85,16 @@ def carried_over(program: Program, slices: Slices) -> Slices:
     return replace(slices, length=length, count=count, split=slices.split if is_split else UNSPLIT)
 
 
-@remembered
 def program_of_slice(program: Program, slices: Slices) -> Program:
     """Make a program of one slice: a function of its start, its parts, and the values read whole.
 
     Its loss is the one scalar that is summed over slices; it has the differentiated inputs of the run.
     """
+    return _program_of_slice(program, replace(slices.executed, inside=Inside()))
+
+
+@remembered
+def _program_of_slice(program: Program, slices: Slices) -> Program:
     axis = axis_of(program, slices)
     closed, results = jaxpr_of_slice(axis, run_of(program, slices.start, slices.stop)[2], slices.count, slices.split)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)
@@ -112,7 +119,7 @@ def with_slices(program: Program, slices: Sequence[Slices]) -> Program:
         >>> [e.primitive.name for e in with_slices(program, [Slices(0, 3, 1, 0, 2)]).eqns]
         ['jit']
     """
-    return _with_slices(program, tuple(slices)) if slices else program
+    return _with_slices(program, tuple(run.executed for run in slices)) if slices else program
 
 
 @remembered
