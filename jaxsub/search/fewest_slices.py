@@ -11,6 +11,7 @@ from jaxsub.core.decisions import Slices
 from jaxsub.core.errors import InfeasibleBudgetError
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.plan import Plan
+from jaxsub.core.tuning import TUNING
 from jaxsub.search.sliced_program import Runs, needed_bytes, slowed_share
 
 ROUNDING = 0.0005
@@ -18,7 +19,7 @@ ROUNDING = 0.0005
 
 
 def fewest_slices(
-    runs: Runs, n_bytes: int, needed: int, most: float,
+    runs: Runs, n_bytes: int, needed: int, plain: int, most: float,
     planned: Callable[[Runs, Budget, float], Plan | InfeasibleBudgetError],
 ) -> tuple[Runs, ...]:  # fmt: skip
     """The same runs in as few slices as fit and cost no more, then in twice as many, and so on to as many as given.
@@ -28,7 +29,8 @@ def fewest_slices(
     Args:
         runs: The runs.
         n_bytes: The budget.
-        needed: What they need in so many slices.
+        needed: What they need in so many slices,
+        plain: and what the program does without slices: where half as many would need far more by both, none are tried.
         most: What they may cost.
         planned: Plans the program with runs in slices for a budget, by prediction; what recomputes more than a share of
             a forward pass may be refused.
@@ -37,6 +39,9 @@ def fewest_slices(
     while (fewer := tuple(map(_halved, every[-1]))) != every[-1]:
         every.append(fewer)
     known, low, high = {0: needed}, 0, len(every)
+    whole = known | {round(math.log2(max(run.count for run in runs))): plain}
+    if _farthest(whole, int(TUNING.prediction_error * n_bytes)) < 1:
+        return (runs,)
     while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
         there = there if there < high else (low + high) // 2
         found = planned(every[there], Budget(n_bytes), round(most, 3) + ROUNDING - slowed_share(every[there]))

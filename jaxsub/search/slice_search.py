@@ -22,11 +22,12 @@ from jaxsub.core.tuning import TUNING
 from jaxsub.costs.slice_time import has_slow_convolutions
 from jaxsub.devices.targets import Target
 from jaxsub.jaxpr.trace import Program
+from jaxsub.search import sliced_program
 from jaxsub.search.by_hand import BY_HAND
 from jaxsub.search.candidates import below_least
 from jaxsub.search.compile_worth import NOTHING, Elsewhere, by_hand_error, fitting_probability
 from jaxsub.search.fewest_slices import cost_of, fewest_slices
-from jaxsub.search.sliced_program import Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least, slowed_share
+from jaxsub.search.sliced_program import WHOLE, Runs, Whole, fixed_cost, in_slices, needed_bytes, needed_or_least
 from jaxsub.search.slicing import Chunks, RunsFound, asked, find_runs
 
 
@@ -54,7 +55,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     def rank(plan: Plan) -> tuple[float, int, int]:
         if search.is_asked:
             return round(recomputed_share(plan), 3), 0, needed_bytes(plan)
-        return round(cost_of(plan), 3), _n_slices(plan), needed_bytes(plan)
+        return round(cost_of(plan), 3), _n_slices(plan.slices), needed_bytes(plan)
 
     return min(search.plans, key=rank)
 
@@ -76,7 +77,8 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
     found: list[tuple[tuple[bool, bool, float, int], Runs, Plan]] = []
     for number, runs in enumerate(search.last_sets() if is_last else search.sets):
         is_slow_there = has_slow_convolutions(program, target, runs)
-        if found and min(rank for rank, *_ in found) < (False, is_slow_there, round(fixed_cost(runs), 3), number):
+        at_least = False, is_slow_there, round(fixed_cost(runs), 3), number
+        if found and min(rank for rank, *_ in found) < at_least:
             continue
         with contextlib.suppress(InfeasibleBudgetError):  # a plan inside slices may need more than it was said to
             try:
@@ -91,16 +93,12 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
     (does_not_fit, *_), chosen, plan = min(found, key=lambda ranked: ranked[0])
     if does_not_fit:
         return plan
-    fewest, *_ = fewest_slices(chosen, n_bytes, needed_bytes(plan), cost_of(plan), search._plan_or_refusal)
+    needed, plain = needed_bytes(plan), search.plain_bytes
+    fewest, *_ = fewest_slices(chosen, n_bytes, needed, plain, cost_of(plan), search._plan_or_refusal)
     return search.planned(fewest, search.budget)
 
 
-Places = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
-"""Where runs are, in however many slices."""
-
 Rank = tuple[bool, bool, float, float]
-WHOLE: Runs = ()
-"""No run in slices: the program as it stands."""
 
 
 @dataclass(eq=False)
@@ -121,7 +119,7 @@ class _Search:
     postponed: set[Runs] = field(init=False, default_factory=set)
     """What others were expected to recompute less than, or fit already and do."""
 
-    leasts: dict[Places, dict[int, int]] = field(init=False, default_factory=dict)
+    leasts: dict[sliced_program.Places, dict[int, int]] = field(init=False, default_factory=dict)
     """Of runs that are predicted not to fit: the least, by how many slices they have together."""
 
     def run(self) -> None:
@@ -180,8 +178,8 @@ class _Search:
         others = others if chosen not in self.postponed else ()
         for runs in dict.fromkeys((*self._fewer(chosen)[:2], chosen)):  # fewer slices are better at the same cost
             if self._try(runs, lambda: others, math.inf if runs == chosen else self._little_more(chosen)):
-                fewer = self._fewer(runs, self.plans[-1])[0] if slowed_share(runs) > TUNING.compile_gain else runs
-                if fewer != runs:
+                is_slowed = sliced_program.slowed_share(runs) > TUNING.compile_gain
+                if is_slowed and (fewer := self._fewer(runs, self.plans[-1])[0]) != runs:
                     self._try(fewer)
                 break
             if runs in self.postponed:
@@ -196,6 +194,11 @@ class _Search:
             return self.budget.n_bytes
         plain = self.plans[0].plain_measurement or self.plans[0].plain_prediction if self.plans else None
         return max(1, plain.temp_bytes // 2) if plain is not None else 1
+
+    @property
+    def plain_bytes(self) -> int:
+        """What the program is predicted to need as it is."""
+        return needed_bytes(self.planned(WHOLE, Budget(sliced_program.NO_LIMIT)))
 
     def _said(self) -> tuple[float, int]:
         """What the whole is predicted to recompute, and 0; where it does not fit, infinity and the least it needs."""
@@ -245,18 +248,15 @@ class _Search:
         most = self._least_cost() - TUNING.compile_gain
         for number, runs in enumerate(sets):
             is_slow_there = has_slow_convolutions(self.program, self.target, runs)
-            if not self.is_asked and (
-                (is_slow_there and self.plans)
-                or known <= max(_least_gain(runs), fixed_cost(runs))
-                or self._is_in_vain(runs)
-            ):
+            is_too_dear = (is_slow_there and self.plans) or known <= sliced_program.least_gain(runs)
+            if not self.is_asked and (is_too_dear or self._is_in_vain(runs)):
                 continue
             is_alike = bool(runs) and not self.is_asked and self._is_refused_alike(runs)
             if is_alike and not self._is_misjudged():
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self._expected())
             if not isinstance(found, Plan):
-                self.leasts.setdefault(_places(runs), {})[sum(run.count for run in runs)] = found.least_bytes
+                self.leasts.setdefault(sliced_program.places_of(runs), {})[_n_slices(runs)] = found.least_bytes
             if is_alike or not isinstance(found, Plan):
                 least = needed_or_least(found) / (self._excess() if runs else 1.0)
                 is_near = is_last or least < TUNING.prediction_error * self.n_bytes
@@ -273,8 +273,8 @@ class _Search:
 
         What holds the peak is elsewhere, and is there in any number of slices.
         """
-        leasts = self.leasts.get(_places(runs), {})
-        if self.is_asked or len(leasts) < 2 or sum(run.count for run in runs) in leasts:
+        leasts = self.leasts.get(sliced_program.places_of(runs), {})
+        if self.is_asked or len(leasts) < 2 or _n_slices(runs) in leasts:
             return False
         fewest, most = leasts[min(leasts)], leasts[max(leasts)]
         return most >= max((1 - TUNING.between_gap) * fewest, self._least_bytes(WHOLE))
@@ -368,7 +368,8 @@ class _Search:
         with contextlib.suppress(InfeasibleBudgetError):
             now = self.planned(runs, self._corrected())
             room = int(self.n_bytes / TUNING.prediction_error) + needed_bytes(now) - needed_bytes(plan or now)
-            return fewest_slices(runs, max(1, room), needed_bytes(now), cost_of(plan or now), self._plan_or_refusal)
+            return fewest_slices(runs, max(1, room), needed_bytes(now), self.plain_bytes, cost_of(plan or now),
+                                 self._plan_or_refusal)  # fmt: skip
         return (runs,)
 
     def _try(self, runs: Runs, others: Callable[[], Collection[Runs]] = tuple, most: float = math.inf) -> bool:
@@ -391,7 +392,7 @@ class _Search:
 
     def _recomputes_less(self, runs: Runs, budget: Budget, share: float) -> bool:
         """Whether some runs in slices are predicted to fit a budget, and to recompute clearly less than a share."""
-        if max(_least_gain(runs), fixed_cost(runs)) >= share or has_slow_convolutions(self.program, self.target, runs):
+        if sliced_program.least_gain(runs) >= share or has_slow_convolutions(self.program, self.target, runs):
             return False
         found = self._plan_or_refusal(runs, budget)
         return isinstance(found, Plan) and cost_of(found) <= share - TUNING.little_recompute
@@ -406,16 +407,6 @@ class _Search:
         return refused if again.plans else below_least(self.n_bytes, again.refusal().least_bytes)
 
 
-def _places(runs: Runs) -> Places:
-    return tuple((run.within, run.start, run.stop) for run in runs)
-
-
-def _least_gain(runs: Runs) -> float:
-    """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
-    most = max((run.stop - run.start for run in runs), default=0)
-    return TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs)
-
-
-def _n_slices(plan: Plan) -> int:
-    """How many slices the runs of a plan have together."""
-    return sum(run.count for run in plan.slices)
+def _n_slices(runs: Runs) -> int:
+    """How many slices runs have together."""
+    return sum(run.count for run in runs)

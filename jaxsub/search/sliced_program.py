@@ -33,6 +33,12 @@ class Whole(Protocol):
 
 
 Runs = tuple[Slices, ...]
+Places = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""Where runs are, in however many slices."""
+
+WHOLE: Runs = ()
+"""No run in slices: the program as it stands."""
+
 NO_LIMIT = 2**62
 """Bytes that no program needs."""
 
@@ -182,6 +188,17 @@ def fixed_cost(runs: Runs) -> float:
 def slowed_share(runs: Runs) -> float:
     """How much longer a forward pass takes for the weights and kernels of further slices, as a share of it."""
     return sum(run.slowed_share for run in runs)
+
+
+def least_gain(runs: Runs) -> float:
+    """What runs in slices must be able to spare for their gradients to be traced, as a share of a forward pass."""
+    most = max((run.stop - run.start for run in runs), default=0)
+    return max(TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs), fixed_cost(runs))
+
+
+def places_of(runs: Runs) -> Places:
+    """Where runs are."""
+    return tuple((run.within, run.start, run.stop) for run in runs)
 
 
 def needed_or_least(found: Plan | InfeasibleBudgetError) -> int:
