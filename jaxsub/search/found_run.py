@@ -62,6 +62,11 @@ class Found:
     weight: float = 1.0
     split: Split = UNSPLIT
 
+    def is_same(self, other: Found) -> bool:
+        """Whether it cuts the same values of the same run as another, found from another of them."""
+        mine, others = ((run.within, run.start, run.stop, frozenset(run.axis.cut)) for run in (self, other))
+        return mine == others
+
     def slices(self, program: Program, count: int, time: SliceTime = NO_TIME) -> Slices:
         """The run in so many slices; `time` says what each costs."""
         spared, nodes = self.carried_bytes - self.carried_bytes // count, program.graph.nodes

@@ -7,6 +7,7 @@ one equation each, and the rest is planned around them; of the whole function in
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -92,18 +93,14 @@ class _Tried:
         """What they recompute, as a share of a forward pass."""
         return self.runs[0].extra_share
 
-    @property
-    def beside(self) -> int:
-        """What they need beside one slice: sums of gradients, and what predictions of a slice miss."""
-        return self.total - self.needed
-
 
 def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _Tried) -> Plan:
-    """The whole function in slices, compiled: corrected by what it needs beside a slice while that gains something.
+    """The whole function in slices, compiled: corrected by what it needs while that gains something.
 
-    Of plans that recompute more or less the same is needed beside a slice, to 1 %, whatever a slice needs.
+    Of plans that recompute more or less the same is needed beside a slice, to 1 % mostly, whatever a slice needs.
     """
     best: Plan | None = None
+    known: list[_Tried] = []
     refusals: list[InfeasibleBudgetError] = []
     for _ in range(TUNING.slice_corrections):
         found = _plan_or_refusal(whole, with_slices(program, tried.runs), Budget(n_bytes), False)
@@ -111,9 +108,10 @@ def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _
             best = unfolded(program, tried.runs, found)
         else:
             refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
-        beside = max(1, needed_or_least(found)) - (tried.needed or _most_needed(program, runs, whole))
+        needed = tried.needed or _most_needed(program, runs, whole)
+        known.append(replace(tried, needed=needed, total=max(1, needed_or_least(found))))
         is_least = tried.total > n_bytes  # none can be planned for less
-        tried = _planned_for(_aim(n_bytes) - beside, beside, program, runs, whole)
+        tried = _planned_beside(known, n_bytes, program, runs, whole)
         is_in_vain = tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain if best else is_least
         if is_in_vain:
             break
@@ -135,8 +133,7 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole, m
     seen = [replace(most, needed=_most_needed(program, runs, whole))]
     for number in range(TUNING.slice_corrections):  # one byte asks for the least, and so does the last
         is_last = n_bytes == 1 or number == TUNING.slice_corrections - 1
-        asked = 1 if is_last else _aim(n_bytes) - seen[-1].beside
-        planned = _planned_for(asked, seen[-1].beside, program, runs, whole)
+        planned = _planned_beside(seen, 0 if is_last else n_bytes, program, runs, whole)
         if planned.extra_share > most_share or planned.runs in [known.runs for known in seen]:
             break  # what is not wanted is not traced
         seen.append(predicted(planned))
@@ -148,23 +145,27 @@ def _least_recompute(program: Program, runs: Runs, n_bytes: int, whole: Whole, m
     return min(fitting, key=lambda t: t.extra_share) if fitting else min(seen, key=lambda t: t.total)
 
 
-def _planned_for(asked: int, beside: int, program: Program, runs: Runs, whole: Whole) -> _Tried:
-    """Slices that recompute as little as one slice can in so many bytes; the least, where it cannot."""
+def _planned_beside(known: Sequence[_Tried], n_bytes: int, program: Program, runs: Runs, whole: Whole) -> _Tried:
+    """Slices that recompute as little as fits, on the line through what is known of the last two; 0 asks for the least.
+
+    Where one is known, all need as much beside a slice.
+    """
+    *before, last = known
+    slope = (last.total - before[-1].total) / ((last.needed - before[-1].needed) or 1) if before else 1.0
+    slope = min(slope, 1.0) if slope > 0 else 1.0
+    aim = n_bytes * (1 - TUNING.budget_margin)  # a miss by little costs as much as one by much
+    asked = int(last.needed + (aim - last.total) / slope) if n_bytes else 1
     one = program_of_slice(program, runs[0])
     inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
     if not isinstance(inside, Plan):
         inside = whole(one, Budget(inside.least_bytes), True)
     needed = needed_bytes(inside)
-    return _Tried(_with_inside(runs, inside), needed, needed + beside)
+    return _Tried(_with_inside(runs, inside), needed, int(last.total + slope * (needed - last.needed)))
 
 
 def _most_needed(program: Program, runs: Runs, whole: Whole) -> int:
     """What a slice needs that recomputes nothing."""
     return needed_bytes(whole(program_of_slice(program, runs[0]), Budget(NO_LIMIT), True))
-
-
-def _aim(n_bytes: int) -> int:
-    return int(n_bytes * (1 - TUNING.budget_margin))  # a miss by little costs as much as one by much
 
 
 def _with_inside(runs: Runs, inside: Plan) -> Runs:

@@ -117,8 +117,11 @@ def find_runs(program: Program, target: Target, n_bytes: int, is_last: bool = Fa
     least = least_rows(target, dtype)
     narrowest = 0 if is_last else TUNING.least_sliced_bytes
     runs, refused = _everywhere(program, n_bytes, least, narrowest)
-    return RunsFound(program, n_bytes, least, slice_time(program, target, dtype), runs,
-                     batch_run(program, n_bytes, narrowest), refused, is_last)  # fmt: skip
+    batch = batch_run(program, n_bytes, narrowest)
+    if isinstance(batch, Found):
+        runs = [batch if run.is_same(batch) else run for run in runs]
+    time = slice_time(program, target, dtype)
+    return RunsFound(program, n_bytes, least, time, runs, batch, refused, is_last)
 
 
 def _everywhere(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
