@@ -226,7 +226,7 @@ def test_loops_keep_on_the_device_what_they_keep():
     """Beside a loop layers' inputs are offloaded, which meets a budget that recomputation alone cannot meet."""
     ws, x = shapes(1024, 2**16, 24)
     args = ws, jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16), x
-    known = dict(target="h100", argnums=(0, 1), cache=False, progress=False, verify=False)
+    known = dict(target="h100", argnums=(0, 1), cache=False, progress=False, verify=False, chunks=False)
     with pytest.raises(InfeasibleBudgetError) as refused:
         jaxsub.plan(beside_a_loop, *args, budget=1, **known)
     budget = int(0.9 * refused.value.least_bytes)
