@@ -108,12 +108,14 @@ def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _
             best = unfolded(program, tried.runs, found)
         else:
             refusals.append(found.with_plan(partial(unfolded, program, tried.runs)))
+        if best and best.slices[0].extra_share - runs[0].extra_share < TUNING.compile_gain:
+            break
         needed = tried.needed or _most_needed(program, runs, whole)
         known.append(replace(tried, needed=needed, total=max(1, needed_or_least(found))))
         is_least = tried.total > n_bytes  # none can be planned for less
         tried = _planned_beside(known, n_bytes, program, runs, whole)
         is_in_vain = tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain if best else is_least
-        if is_in_vain:
+        if is_in_vain or tried.runs in [before.runs for before in known]:
             break
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
@@ -153,7 +155,7 @@ def _planned_beside(known: Sequence[_Tried], n_bytes: int, program: Program, run
     *before, last = known
     slope = (last.total - before[-1].total) / ((last.needed - before[-1].needed) or 1) if before else 1.0
     slope = min(slope, 1.0) if slope > 0 else 1.0
-    aim = n_bytes * (1 - TUNING.budget_margin)  # a miss by little costs as much as one by much
+    aim = n_bytes * (1 - TUNING.between_gap)  # a miss by little costs as much as one by much
     asked = int(last.needed + (aim - last.total) / slope) if n_bytes else 1
     one = program_of_slice(program, runs[0])
     inside = _plan_or_refusal(whole, one, Budget(max(1, asked)), True)
