@@ -181,16 +181,16 @@ def trace(
         >>> [node.primitive for node in program.graph.nodes]
         ['dot_general', 'tanh', 'reduce_sum']
     """
-    paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    paths, _ = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))
     leaves = [leaf for _, leaf in paths]
     check_leaves(paths)
 
-    def flat(*flat_args: Any) -> Any:
-        in_args, in_kwargs = jax.tree.unflatten(in_tree, flat_args)
-        return passing(fun(*in_args, **in_kwargs))
+    @functools.wraps(fun, updated=())  # JAX's errors name the user's function and its arguments
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return passing(fun(*args, **kwargs))
 
     with _saying_what_cudnn_needs(), _saying_what_is_static(paths):
-        closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        closed, out_shape = jax.make_jaxpr(named, return_shape=True)(*args, **kwargs)
     closed = with_residuals_of_each_pattern(closed)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     eqns, invars, outvars, consts = flatten_jaxpr(closed)

@@ -272,6 +272,8 @@ def test_a_number_that_control_flow_needs_is_named(value):
     with pytest.raises(TypeError) as caught:
         make(loss)(W, X, value)
     assert any(f"`arg2` ({value!r}). Name" in note and "static_argnums=" in note for note in caught.value.__notes__)
+    assert "the function loss at" in str(caught.value)
+    assert "the argument n." in str(caught.value)
     assert np.isfinite(make(loss, static_argnums=2)(W, X, value))
 
 
