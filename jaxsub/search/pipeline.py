@@ -274,8 +274,8 @@ class Planning:
             return False
         if not may_be_sliced(program, self.settings):
             return True
-        sliced = best_in_slices(program, self.target, n_bytes, self.whole)
-        return sliced is None or predicted_bytes(sliced) > most
+        sliced = (best_in_slices(program, self.target, n_bytes, self.whole, is_last) for is_last in (False, True))
+        return all(plan is None or predicted_bytes(plan) > most for plan in sliced)
 
     def best(self, program: Program, budget: Budget) -> Plan:
         """Plan a program for a budget, runs of it in slices where they may be."""
