@@ -26,7 +26,8 @@ from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.search import slicing
 from jaxsub.search.compile_worth import NOTHING
-from jaxsub.search.slice_search import _least_gain, sliced_or_whole
+from jaxsub.search.slice_search import sliced_or_whole
+from jaxsub.search.sliced_program import least_gain
 from jaxsub.search.slicing import ChunksError, find_runs
 
 ROWS, WIDTH, CLASSES = 512, 32, 8192
@@ -980,8 +981,8 @@ def test_a_recurrent_network_is_not_sliced_into_rows():
 @pytest.mark.parametrize(("equations", "known", "is_worth"), [(100, 0.05, True), (5000, 0.2, False), (5000, 0.4, True)])
 def test_the_longer_a_run_the_more_it_must_spare(equations, known, is_worth):
     """The gradients of a run in slices are traced only where enough recomputation is left to be spared."""
-    assert (known > _least_gain((Slices(0, equations, 0, 0, 2),))) == is_worth
-    assert _least_gain(()) == 0.0
+    assert (known > least_gain((Slices(0, equations, 0, 0, 2),))) == is_worth
+    assert least_gain(()) == 0.0
 
 
 def test_a_gradient_that_does_not_scale_is_paid_for():
