@@ -73,7 +73,7 @@ def in_slices(program: Program, runs: Runs, budget: Budget, whole: Whole, is_tru
         raise found.with_plan(partial(unfolded, program, runs))
     tried = _least_recompute(program, runs, n_bytes, whole, most_share)
     if not is_trusted:
-        return _verified(program, runs, n_bytes, whole, tried)
+        return _verified(program, runs, n_bytes, whole, tried, most_share)
     found = _plan_or_refusal(whole, with_slices(program, tried.runs), budget, True)
     if isinstance(found, Plan):
         return unfolded(program, tried.runs, found)
@@ -94,7 +94,7 @@ class _Tried:
         return self.runs[0].extra_share
 
 
-def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _Tried) -> Plan:
+def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _Tried, most_share: float) -> Plan:
     """The whole function in slices, compiled: corrected by what it needs while that gains something.
 
     Of plans that recompute more or less the same is needed beside a slice, to 1 % mostly, whatever a slice needs.
@@ -115,7 +115,7 @@ def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _
         is_least = tried.total > n_bytes  # none can be planned for less
         tried = _planned_beside(known, n_bytes, program, runs, whole)
         is_in_vain = tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain if best else is_least
-        if is_in_vain or tried.runs in [before.runs for before in known]:
+        if is_in_vain or tried.extra_share > most_share or tried.runs in [before.runs for before in known]:
             break
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes)
