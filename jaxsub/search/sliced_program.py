@@ -102,7 +102,7 @@ def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _
     best: Plan | None = None
     known: list[_Tried] = []
     refusals: list[InfeasibleBudgetError] = []
-    for _ in range(TUNING.slice_corrections):
+    while True:
         found = _plan_or_refusal(whole, with_slices(program, tried.runs), Budget(n_bytes), False)
         if isinstance(found, Plan):
             best = unfolded(program, tried.runs, found)
@@ -113,6 +113,8 @@ def _verified(program: Program, runs: Runs, n_bytes: int, whole: Whole, tried: _
         needed = tried.needed or _most_needed(program, runs, whole)
         known.append(replace(tried, needed=needed, total=max(1, needed_or_least(found))))
         is_least = tried.total > n_bytes  # none can be planned for less
+        if len(known) == TUNING.slice_corrections:
+            break
         tried = _planned_beside(known, n_bytes, program, runs, whole)
         is_in_vain = tried.extra_share > best.slices[0].extra_share - TUNING.compile_gain if best else is_least
         if is_in_vain or tried.extra_share > most_share or tried.runs in [before.runs for before in known]:
