@@ -95,9 +95,11 @@ def follow_all(
     if length < 2:
         raise ValueError(f"dimension {seeds[0][1]} of {seeds[0][0].aval} has no slices")
     first: int | None = None
+    wanted: dict[Any, Place] = {}
     while True:
         walk = _Run(length, inputs, first=first, may_end_early=may_end_early)
         walk.late.update(late)
+        walk.wanted.update(wanted)
         walk.light.update(dict.fromkeys(still, 0))
         walk.moving.difference_update(still)
         try:
@@ -111,6 +113,8 @@ def follow_all(
             length, first = finer.n_units, None
         except Shorter as shorter:
             first = shorter.n_units
+        except _Refined as more:
+            wanted[more.var] = more.place
 
 
 def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[State] = (), order: int = 0,
@@ -143,7 +147,7 @@ def body_of(closed: Any, ins: Sequence[Place | None], n: int, wanted: Sequence[S
 
 
 class _Refined(Exception):
-    """An input of a body has to come in slices."""
+    """An input of a body has to come in slices, or a result that an equation makes in them."""
 
     def __init__(self, var: Any, place: Place) -> None:
         super().__init__(str(place))
@@ -158,6 +162,8 @@ class _Walk:
     inputs: Sequence[Any]
     order: int = 0
     states: dict[Any, State] = field(init=False, default_factory=dict)
+    wanted: dict[Any, Place] = field(init=False, default_factory=dict)
+    """Results that do not depend on the axis, and are read in slices."""
     steps: list[Step] = field(init=False, default_factory=list)
     makers: dict[Any, Any] = field(init=False, default_factory=dict)
     placed: set[tuple[Any, Place]] = field(init=False, default_factory=set)
@@ -202,7 +208,7 @@ class _Walk:
         follow = Follow(lambda closed, ins, wanted, *how: body_of(closed, ins, n, wanted, *how), self.order)
         if (rule := rule_of(eqn)) is not None:
             held = Held(rule(eqn, ins, n), ())
-        elif (found := held_rule(eqn, ins, follow)) is not None:
+        elif (found := held_rule(eqn, ins, follow, [self.wanted.get(v) for v in eqn.outvars])) is not None:
             held = found
         else:
             raise NoRule("it has no rule")
@@ -355,6 +361,8 @@ class _Run(_Walk):
             self.steps.append(Step(eqn, tuple(eqn.invars), (None,), tuple(eqn.outvars), (None,)))
 
     def place(self, atom: Any, place: Place) -> None:
+        if atom in self.same and bodies_of(self.makers[atom]) and atom not in self.wanted:
+            raise _Refined(atom, place)
         if atom in self.late or atom in self.same:
             raise MeetsTotal([atom])
         _Walk.place(self, atom, place)

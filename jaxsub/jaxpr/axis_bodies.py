@@ -49,14 +49,20 @@ class Held:
     rule: Callable[[], tuple[Body, ...]] = tuple
 
 
-def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held | None:
-    """Follow an axis through an equation with inner jaxprs; `None` for other equations."""
+def held_rule(eqn: Any, ins: Sequence[Place | None], follow: Follow, wanted: Sequence[State] = ()) -> Held | None:
+    """Follow an axis through an equation with inner jaxprs; `None` for other equations.
+
+    Results of calls, regions and scans can be wanted in slices, as masks are that the forward pass of an inner gradient
+    makes for its backward pass.
+    """
     primitive, params = compat.unwrapped(eqn)
     if (body := compat.inlined_body(eqn)) is not None:
-        return _call(follow(body, ins))
+        return _call(follow(body, ins, wanted))
     if primitive.name in compat.REGIONS:
-        return _call(follow(params["jaxpr"], ins))
-    rules = {"scan": _scan, "while": _while, "cond": _cond, "custom_jvp_call": _jvp, "custom_vjp_call": _vjp,
+        return _call(follow(params["jaxpr"], ins, wanted))
+    if primitive.name == "scan":
+        return _scan(eqn, ins, follow, wanted)
+    rules = {"while": _while, "cond": _cond, "custom_jvp_call": _jvp, "custom_vjp_call": _vjp,
              "custom_linear_solve": _linear_solve}  # fmt: skip
     rule = rules.get(primitive.name)
     return rule(eqn, ins, follow) if rule else None
@@ -77,27 +83,33 @@ def _moved(places: Iterable[State], by: int) -> list[Any]:
 
 
 def _looped(
-    body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow
+    body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow, wanted: Sequence[State] = ()
 ) -> tuple[Body, list[Place | None]]:
     """A loop's body, its carry the same before and after a step.
 
     Where each slice would make whole values in each step and take its part, what they are made of joins if it can, as
     the tokens do that a decoder reads.
     """
-    found = _carried(body, ins, n_consts, n_carry, follow, False)
+    found = _carried(body, ins, n_consts, n_carry, follow, wanted, False)
     if follow.order == 0 and any(step.eqn is None for step in found[0].steps):
         with contextlib.suppress(NoRule, NotIndependent, Coarser):
-            return _carried(body, ins, n_consts, n_carry, follow, True)
+            return _carried(body, ins, n_consts, n_carry, follow, wanted, True)
     return found
 
 
 def _carried(
-    body: Any, ins: Sequence[Place | None], n_consts: int, n_carry: int, follow: Follow, joins: bool
+    body: Any,
+    ins: Sequence[Place | None],
+    n_consts: int,
+    n_carry: int,
+    follow: Follow,
+    wanted: Sequence[State],
+    joins: bool,
 ) -> tuple[Body, list[Place | None]]:
     ins = list(ins)
     while True:
         carried = slice(n_consts, n_consts + n_carry)
-        found = follow(body, ins, ins[carried], joins=joins)
+        found = follow(body, ins, (*ins[carried], *wanted), joins=joins)
         more: list[Any] = list(map(_merged, ins, found.ins))
         after = [_merged(a, b) for a, b in zip(more[carried], found.outs, strict=False)]
         if any(isinstance(a, Total) for a in after):
@@ -108,13 +120,13 @@ def _carried(
         ins = more
 
 
-def _scan(eqn: Any, ins: Sequence[Place | None], follow: Follow) -> Held:
+def _scan(eqn: Any, ins: Sequence[Place | None], follow: Follow, wanted: Sequence[Any]) -> Held:
     n_consts, n_carry = compat.scan_sizes(eqn)
     n_first = n_consts + n_carry
-    if any(place and place.dim == 0 for place in ins[n_first:]):
+    if any(place and place.dim == 0 for place in (*ins[n_first:], *wanted[n_carry:])):
         raise NoRule("it runs step by step along the axis")
     inside = [*ins[:n_first], *_moved(ins[n_first:], -1)]
-    body, inside = _looped(eqn.params["jaxpr"], inside, n_consts, n_carry, follow)
+    body, inside = _looped(eqn.params["jaxpr"], inside, n_consts, n_carry, follow, _moved(wanted[n_carry:], -1))
     needs = [*inside[:n_first], *_moved(inside[n_first:], 1)]
     return Held((needs, [*body.outs[:n_carry], *_moved(body.outs[n_carry:], 1)]), (body,))
 

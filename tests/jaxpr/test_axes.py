@@ -338,6 +338,22 @@ def test_an_inner_gradient_begins_in_the_slice():
     chex.assert_trees_all_close(twice(flat), twice(force), rtol=1e-5, atol=1e-6)
 
 
+def test_masks_of_an_inner_gradients_layers_come_in_slices():
+    """Its forward pass makes masks that do not depend on the axis, and its backward pass reads them along it."""
+
+    def force(w, x, key):
+        def layer(h, inputs):
+            weight, key = inputs
+            return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), jnp.tanh(h @ weight), 0), None
+
+        return jax.grad(lambda x: lax.scan(layer, x, (w, jax.random.split(key)))[0].sum())(x)
+
+    w, x, key = jnp.stack([X[0, :3], X[1, :3]]), X[:, 0], jax.random.key(0)
+    axis, chunked = along(force, w, x, key, seed=1)
+    assert [v.aval.shape for v, _ in axis.cut] == [(6, 3)]
+    np.testing.assert_allclose(chunked(3)(w, x, key), force(w, x, key), rtol=1e-5, atol=1e-6)
+
+
 def test_a_product_of_data_is_not_made_again_in_slices():
     """Only broadcasts are: of another batch the product is made once, and sliced."""
     axis, chunked = along(lambda x, y, w: jnp.sin(x) + y @ w, X[:, 0], X[:, 1], X[0, :3])
