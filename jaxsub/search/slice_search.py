@@ -149,9 +149,11 @@ class _Search:
 
     def last_sets(self) -> dict[Runs, None]:
         """Other sets, where nothing else fits."""
-        is_small = TUNING.wide_share * self.n_bytes < TUNING.least_sliced_bytes
-        last = find_runs(self.program, self.target, self.n_bytes, True) if is_small else self.found.as_last()
-        return {runs: None for runs in last.sets() if runs not in self.sets}
+        wide, keeps = TUNING.wide_share * self.n_bytes, self.found.kept_whole()
+        last = [] if wide < TUNING.least_sliced_bytes and keeps <= wide else [self.found.as_last()]
+        if wide < max(TUNING.least_sliced_bytes, keeps):
+            last.append(find_runs(self.program, self.target, self.n_bytes, True))
+        return {runs: None for found in last for runs in found.sets() if runs not in self.sets}
 
     def _try_sets(self, sets: dict[Runs, None], most: int, is_last: bool = False) -> None:
         """Plan the program with the most promising sets of runs in slices.

@@ -90,7 +90,7 @@ class RunsFound:
         loops = sorted((run for run in self.runs if run.within), key=lambda run: -run.carried_bytes)
         usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
         told: dict[tuple[Slices, ...], None] = {}
-        for asked_bytes, rows in ((1, 1),) if self.is_last else usual:
+        for asked_bytes, rows in ((self.n_bytes, 1), (1, 1)) if self.is_last else usual:
             further = [_joined(self.program, self.runs, self.n_bytes)] if self.is_last else []
             for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs, *further):
                 counts = [run.count(asked_bytes, rows) for run in runs]
@@ -98,6 +98,11 @@ class RunsFound:
                 chosen = [run.slices(self.program, n, self.time) for run, n in pairs if n > 1]
                 told[tuple(sorted(chosen, key=lambda s: (s.within, s.start)))] = None
         yield from (runs for runs in told if runs)
+
+    def kept_whole(self) -> int:
+        """The most that a run makes of another batch."""
+        runs = [*self.runs, self.batch] if isinstance(self.batch, Found) else self.runs
+        return max((kept_whole(program_within(self.program, run.within), run.axis) for run in runs), default=0)
 
     def as_last(self) -> RunsFound:
         """The same runs where nothing else fits."""
@@ -111,27 +116,30 @@ def find_runs(program: Program, target: Target, n_bytes: int, is_last: bool = Fa
         program: The program.
         target: What it is planned for.
         n_bytes: The budget, of one device.
-        is_last: Whether nothing else fits: then values of any size are looked at.
+        is_last: Whether nothing else fits: then values of any size are looked at, and little is kept whole.
     """
     n_bytes, dtype = on_all_devices(program, n_bytes), product_dtype(program)
     least = least_rows(target, dtype)
     narrowest = 0 if is_last else TUNING.least_sliced_bytes
-    runs, refused = _everywhere(program, n_bytes, least, narrowest)
-    batch = batch_run(program, n_bytes, narrowest)
+    most_kept = int(TUNING.wide_share * n_bytes) if is_last else n_bytes
+    runs, refused = _everywhere(program, n_bytes, least, narrowest, most_kept)
+    batch = batch_run(program, most_kept, narrowest)
     if isinstance(batch, Found):
         runs = [batch if run.is_same(batch) else run for run in runs]
     time = slice_time(program, target, dtype)
     return RunsFound(program, n_bytes, least, time, runs, batch, refused, is_last)
 
 
-def _everywhere(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
+def _everywhere(
+    program: Program, n_bytes: int, least: int, narrowest: int, most_kept: int
+) -> tuple[list[Found], Refusals]:
     """Runs round the widest values of a program and of the bodies of its loops and conditionals."""
     found: list[Found] = []
     refused: Refusals = []
     places = [((), program)] if program.is_sharded else _places(program)
     for within, part in places:
         weight = _weight(program, within)
-        runs, reasons = _wide_runs(part, n_bytes, least, narrowest)
+        runs, reasons = _wide_runs(part, n_bytes, least, narrowest, most_kept)
         found += [replace(run, within=within, weight=weight) for run in runs]
         refused += reasons
     alone = [run for run in found if not run.within]
@@ -262,11 +270,13 @@ def _label(program: Program, start: int, stop: int) -> str:
     return f"{kind} at {widest.source}" if widest.source else kind
 
 
-def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tuple[list[Found], Refusals]:
+def _wide_runs(
+    program: Program, n_bytes: int, least: int, narrowest: int, most_kept: int
+) -> tuple[list[Found], Refusals]:
     """Disjoint runs round the widest values, each with its best axis; alike runs all of them.
 
-    Most of what a run makes is along its axis. What it makes of another batch is kept whole: where that is more than
-    the budget, each batch has a run of its own.
+    Most of what a run makes is along its axis. What it makes of another batch is kept whole: where that is more than is
+    to be kept, each batch has a run of its own.
     """
     graph = program.graph
     live, last = live_bytes(graph, from_first_use=True), graph.last_uses()
@@ -290,7 +300,7 @@ def _wide_runs(program: Program, n_bytes: int, least: int, narrowest: int) -> tu
             axes, reasons = _follow_all(program, run[0], run[1], seeds_round_value(program, *run, value))
             half = (before[run[1]] - before[run[0]]) // 2
             axes = [a for a in axes if 2 * a.carried_bytes > value.n_bytes and bytes_made(a.axis.steps) > half
-                    and kept_whole(program, a.axis) <= n_bytes]  # fmt: skip
+                    and kept_whole(program, a.axis) <= most_kept]  # fmt: skip
             best = max((*filter(None, [best]), *axes), key=partial(_rank, least=least), default=None)
             if best is not None and (best.has_gradient() or not best.is_head):
                 break
@@ -332,12 +342,12 @@ def _with_gradients(program: Program) -> frozenset[Any]:
     return frozenset(program.variable(v.index) for v in program.graph.values if v.is_differentiated)
 
 
-def batch_run(program: Program, n_bytes: int,
+def batch_run(program: Program, most_kept: int,
               narrowest: int = TUNING.least_sliced_bytes) -> Found | NotIndependent | None:  # fmt: skip
     """The whole function along its batch, where that is independent throughout and ends in one scalar sum, or why not.
 
     Most of what it makes has to be along the batch: with a total over it in every layer the loss alone would be sliced.
-    What it makes of another batch may be no more than the budget.
+    What it makes of another batch may be no more than is to be kept whole.
 
     The batch is that argument, not differentiated, from which a dimension of the widest value comes; state of a model
     may stand before it. Else it is the first dimension of one, or the second, behind time. `None` where it is no loss,
@@ -354,7 +364,7 @@ def batch_run(program: Program, n_bytes: int,
         found, refused = _follow_all(program, 0, len(program.eqns), tried)
         wide = [run for run in found
                 if bytes_made(run.axis.steps) > max(half, narrowest * run.split.parts)
-                and kept_whole(program, run.axis) <= n_bytes]  # fmt: skip
+                and kept_whole(program, run.axis) <= most_kept]  # fmt: skip
         if wide:
             return max(wide, key=lambda f: f.carried_bytes)
         first = first or next(iter(refused), None)
