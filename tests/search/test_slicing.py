@@ -545,7 +545,7 @@ def test_a_refusal_names_what_the_program_needs_without_slices():
     assert refused.value.least_bytes == 2 * budget
 
 
-@pytest.mark.parametrize(("predicted", "n_priced", "n_compiled"), [(1.3, 3, 1), (2.1, 2, 0)])
+@pytest.mark.parametrize(("predicted", "n_priced", "n_compiled"), [(1.3, 4, 1), (2.1, 2, 0)])
 def test_a_refusal_compiles_one_of_the_sets_that_are_expected_to_need_as_much(predicted, n_priced, n_compiled):
     """By how the first one erred the others need as much.
 
@@ -760,6 +760,25 @@ def test_each_of_two_batches_has_slices_of_its_own(loss, again):
     assert plan.measurement.temp_bytes <= plain // 10
     assert [round(run.extra_share, 1) for run in plan.slices] == pytest.approx(again, abs=0.11)
     chex.assert_trees_all_close(jax.grad(planned)(ws, x, z), jax.grad(loss)(ws, x, z), rtol=1e-4, atol=1e-7)
+
+
+def test_as_a_last_resort_there_are_as_many_slices_as_the_budget_asks_for():
+    """Not only as many as there are rows: in slices of one XLA copies all of the batch."""
+    ws, x, z = [jnp.eye(32) * 0.9] * 8, jnp.asarray(RNG.normal(size=(4096, 32)), jnp.float32), jnp.ones((3000, 32))
+    budget = jaxsub.measure(summed_at_the_end, ws, x, z).temp_bytes * 6 // 100
+    plan = jaxsub.plan(summed_at_the_end, ws, x, z, budget=budget, cache=False, progress=False)
+    assert plan.measurement.temp_bytes <= budget
+    assert all(run.length // run.count > 1 for run in plan.slices)
+
+
+def test_as_a_last_resort_little_is_kept_whole():
+    """Where much of the budget is kept of a smaller batch, runs end in front of what reads both."""
+    ws, x, z = [jnp.eye(32) * 0.9] * 8, jnp.ones((4096, 32)), jnp.ones((1500, 32))
+    program, target, n_bytes = trace(summed_at_the_end, (ws, x, z), {}, argnums=0), get_target("cpu"), 4 * 2**20
+    assert slicing.find_runs(program, target, n_bytes).kept_whole() > n_bytes // 4
+    last = slicing.find_runs(program, target, n_bytes, is_last=True)
+    assert last.runs
+    assert last.kept_whole() <= n_bytes // 8
 
 
 def language_model(params, tokens):
