@@ -68,10 +68,10 @@ def body_plans(
         times: How often the body runs: so many may keep what they keep at once.
 
     Returns:
-        The plans, least FLOPs first; none for a body of one stage.
+        The plans, least FLOPs first; none for a body of one stage, unless that is a loop or a conditional.
     """
     cuts = body_cuts(body, most)
-    if len(cuts) < 3:
+    if len(cuts) < 3 and not find_nested(body):
         return ()
     chain = price(body, cuts)
     if is_written_out:  # such a loop compiles long: nothing of its last stage is saved by name to spare a little more

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, is_costly
 from jaxsub.jaxpr.inline import may_report_again
 from jaxsub.jaxpr.trace import Program, array_bytes
@@ -49,6 +50,8 @@ def _large(program: Program, primitive: str) -> Iterator[int]:
 
 def made_bytes(eqn: Any) -> int:
     """Sum the bytes that an equation makes: of a loop in all steps, of a conditional in its largest branch."""
+    if (body := compat.inlined_body(eqn)) is not None:
+        return sum(map(made_bytes, body.eqns))
     own: int = sum(map(array_bytes, eqn.outvars))
     if eqn.primitive.name == "scan":
         return own + int(eqn.params["length"]) * sum(map(made_bytes, eqn.params["jaxpr"].eqns))
