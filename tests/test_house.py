@@ -37,8 +37,8 @@ search: __init__ bracket compile_worth by_hand slice_seeds run_spans found_run s
     name_overrides named_policy verify propagated budget_search sliced_program fewest_slices slice_search
     frontier_points repeated_effects forms plan_cache progress annotate pipeline call_sites
 api: __init__ frontier explain sublinear xla_timeline
-step: __init__ flat_step ordered_updates fused_update options attempt ladder sizing kept_plans device report given
-    jit max_batch
+step: __init__ ahead_of_time flat_step ordered_updates fused_update options attempt ladder sizing kept_plans device
+    report given jit max_batch
 diagnosis: __init__ findings subject traced compared doctor
 policies: kinds names remat3 wrap __init__
 flax: linen nnx overrides __init__

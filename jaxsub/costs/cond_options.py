@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from jaxsub.core.decisions import Conditional, Inside, Segment, is_saving
+from jaxsub.core.chain import Chain
+from jaxsub.core.decisions import Conditional, ControlFlow, Inside, Loop, Segment, is_saving
 from jaxsub.core.tuning import TUNING
 from jaxsub.costs import live_ranges as analytic
 from jaxsub.costs.body_options import BodyChain, BodyPlan, body_plans, evenly
@@ -134,14 +136,28 @@ def _branch_plans(branch: _Branch, price: BodyChain, gpu: Target | None) -> list
         saved = tuple(program.graph.first_value(0) + offset for offset in choice.saved)
         region, need = Segment(0, len(program.eqns), saved), analytic.backward_bytes(traced, choice.saved, gpu=gpu)
         found.append(BodyPlan(Inside((region,)), False, choice.saved_bytes, need, choice.recompute_flops))
-    return [*found, *body_plans(program, price)]
+    return [*found, *body_plans(program, partial(_without_unrolled, price))]
+
+
+def _without_unrolled(price: BodyChain, body: Program, cuts: tuple[int, ...]) -> Chain:
+    """Price a branch without loops that are written out: what a region of a step reads, weights too, is copied."""
+    chain = price(body, cuts)
+    items = (
+        replace(i, options=tuple(o for o in i.options if not any(map(_is_unrolled, o.loops)))) for i in chain.items
+    )
+    return replace(chain, items=tuple(item for item in items if item.options))
+
+
+def _is_unrolled(loop: ControlFlow) -> bool:
+    return isinstance(loop, Loop) and loop.is_unrolled
 
 
 def _combined(
     candidates: Sequence[Sequence[BodyPlan]], bytes_of: Callable[[BodyPlan], int]
 ) -> Sequence[tuple[BodyPlan, ...]]:
     """Choose a plan for every branch, a few times, with more and more recomputed FLOPs."""
-    limits = sorted({p.recompute_flops for some in candidates for p in some})
+    # a sum rounded otherwise is a plan that recomputes less than nothing
+    limits = sorted({max(0.0, p.recompute_flops) for some in candidates for p in some})
     found = (tuple(_within(some, limit, bytes_of) for some in candidates) for limit in limits)
     return evenly(list(dict.fromkeys(found)), TUNING.body_plans)
 

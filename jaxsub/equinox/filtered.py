@@ -22,6 +22,7 @@ from jaxsub.core.step_plan import StepPlan
 from jaxsub.core.wrapped import P, R, Wrapped, name_of
 from jaxsub.jaxpr.static_leaves import Static
 from jaxsub.step import jit as step
+from jaxsub.step.ahead_of_time import Lowered
 from jaxsub.step.options import with_options
 from jaxsub.step.report import StepReport
 
@@ -145,11 +146,15 @@ class Jitted(Wrapped[P, R]):
         result: R = eqx.combine(made, rest.value)
         return result
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, lowered as `jax.jit` does it: `.compile().memory_analysis()` says what it takes."""
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The step, lowered as `jax.jit` does it: `.compile()` takes what it does, and says what memory it takes."""
         static, arrays = self._split(args, kwargs)
         with self._warnings():
-            return self._step.lower(static, **arrays)
+            return Lowered(self._step.lower(static, **arrays), self._call_compiled)
+
+    def _call_compiled(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made, rest = compiled(**self._split(args, kwargs)[1])
+        return eqx.combine(made, rest.value)
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
         """What the step takes, as `jaxsub.step.jit.Step.report` says it; arrays may be shapes, and nothing is run."""

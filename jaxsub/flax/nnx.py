@@ -26,6 +26,7 @@ from jaxsub.core.plan import Plan
 from jaxsub.core.wrapped import P, R, Wrapped
 from jaxsub.jaxpr.static_leaves import Static
 from jaxsub.step import jit as step
+from jaxsub.step.ahead_of_time import Lowered
 
 CONTEXT = "jaxsub"
 
@@ -261,17 +262,20 @@ class Jitted(Wrapped[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step; changes to its arguments are written back."""
-        with nnx.update_context(CONTEXT):
-            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
-            pure = self._step(*pure_args, **pure_kwargs)
-            result: R = nnx.from_tree(pure, ctxtag=CONTEXT, is_inner=False)[1]
-            return result
+        result: R = self._call(self._step, *args, **kwargs)
+        return result
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower the step of arrays as `jax.jit` does: `.compile().memory_analysis()` reports its memory."""
+    def _call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
-            return self._step.lower(*pure_args, **pure_kwargs)
+            pure = run(*pure_args, **pure_kwargs)
+            return nnx.from_tree(pure, ctxtag=CONTEXT, is_inner=False)[1]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Lower the step as `jax.jit` does: `.compile()` takes what it takes, and reports its memory."""
+        with nnx.update_context(CONTEXT):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
+            return Lowered(self._step.lower(*pure_args, **pure_kwargs), self._call)
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
         """Report the step's memory and plans, as `jaxsub.step.jit.Step.report` does, without running it.

@@ -194,6 +194,39 @@ def test_a_deep_branch_is_planned():
     assert_same(f, g, ws, -x)
 
 
+def test_a_loop_that_is_all_of_a_branch_is_planned():
+    """Loops of solvers are nested so: blocks of steps in a conditional, steps in another."""
+
+    def steps(ws, x):
+        return lax.scan(lambda x, _: (x + 0.1 * deep(ws, x), None), x, None, length=6)[0]
+
+    def f(ws, x):
+        def block(x, i):
+            return lax.cond(i < 4, lambda x: steps(ws, x), lambda x: x, x), None
+
+        return jnp.mean(lax.scan(block, x, jnp.arange(6))[0] ** 2)
+
+    ws, x = random.normal(random.key(0), (6, 32, 32)) / 6, random.normal(random.key(1), (128, 32))
+    budget = jaxsub.measure(f, ws, x).temp_bytes * 8 // 100
+    planned = jaxsub.sublinear(f, budget=budget, chunks=False, cache=False, progress=False)
+    assert planned.plan(ws, x).measurement.temp_bytes <= budget
+    assert_same(f, planned, ws, x)
+
+
+def test_loops_are_found_by_what_calls_in_their_bodies_make():
+    """What a call returns may be small, as the steps of an inner training are."""
+
+    @jax.jit
+    def fitted(w, x):
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    def f(w, x):
+        w = lax.scan(lambda w, i: (lax.cond(i < 9, lambda w: fitted(w, x), lambda w: w, w), None), w, jnp.arange(8))[0]
+        return jnp.mean(jnp.sin(jnp.outer(x @ w, w)) ** 2)
+
+    assert find_loops(trace(f, (jnp.ones(64), jnp.ones((1024, 64))), {}, argnums=0))
+
+
 def kinds_of_layers(ws, x):
     """A scan over layers of three kinds, two of them with no more than a few products."""
 

@@ -99,6 +99,18 @@ def test_a_step_in_a_memory():
     np.testing.assert_allclose(step(doubled, state, X)[2], 4 * loss(start()[0], X), rtol=1e-4)
 
 
+def test_a_step_that_is_compiled_ahead_of_time_takes_its_own_arguments():
+    """As of `eqx.filter_jit`: modules go in and come out."""
+    step = filter_jit(step_of(jaxsub.sublinear(loss, progress=False)), memory=0.8, **quiet)
+    lowered = step.lower(*start(), X)
+    assert "func" in lowered.as_text()
+    compiled = lowered.compile()
+    got = compiled(*start(), X)
+    same(got, eqx.filter_jit(step_of(loss))(*start(), X))
+    assert got[-1] == "done"
+    assert compiled.cost_analysis() == compiled.compiled.cost_analysis()
+
+
 def test_shapes_will_do_for_a_report():
     """Nothing need be allocated to ask what a step takes."""
     step = filter_jit(step_of(jaxsub.sublinear(loss, progress=False)), memory="1GiB", **quiet)

@@ -157,6 +157,13 @@ def test_a_step_of_modules_in_a_memory():
     assert_same(train(step, chain), train(nnx.jit(step_of(loss)), chain))
 
 
+@pytest.mark.parametrize("memory", [None, 0.7])
+def test_a_step_that_is_compiled_ahead_of_time_takes_its_own_arguments(memory):
+    """As of `nnx.jit`: modules go in and are changed."""
+    step = jaxsub_nnx.jit(step_of(jaxsub_nnx.sublinear(loss)), memory=memory, **({"progress": False} if memory else {}))
+    assert_same(train(step.lower(*start(chain), X).compile(), chain), train(nnx.jit(step_of(loss)), chain))
+
+
 def test_a_step_of_modules_takes_no_more_than_one_of_arrays():
     """flax #5116: value_and_grad of modules took their parameters once more than that of arrays."""
     x = jnp.tile(X, (4, 1))
