@@ -52,15 +52,17 @@ def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
 
     Those versions expand optimization barriers before a later pass merges equal expressions, so straight-line
     recomputation is merged away. It may merge a copy that an update in place needs: values can then be wrong
-    (tests/devices/test_compile.py). Other backends refuse to compile without that pass: never pass them this option.
+    (tests/devices/test_compile.py). Of loops of a kilobyte they make one kernel, in which a barrier would abort XLA.
+    Other backends refuse to compile without that pass: never pass them this option.
 
     Example:
         >>> cpu_compiler_options("0.10.2")
-        {'xla_disable_hlo_passes': 'cse_barrier_expander'}
+        {'xla_disable_hlo_passes': 'cse_barrier_expander,small-while-loop-hoisting'}
         >>> cpu_compiler_options("0.11.2")
         {}
     """
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if (0, 10) <= version_of(version) <= (0, 11, 0) else {}
+    passes = "cse_barrier_expander,small-while-loop-hoisting"
+    return {"xla_disable_hlo_passes": passes} if (0, 10) <= version_of(version) <= (0, 11, 0) else {}
 
 
 def cpu_measuring_options() -> dict[str, Any]:

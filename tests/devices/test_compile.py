@@ -164,6 +164,17 @@ def test_the_option_keeps_values_right():
         assert jnp.abs(jax.jit(jax.value_and_grad(f))(w, x)[0] - f(w, x)) > 1e-3
 
 
+def test_barriers_in_small_loops_do_not_abort_the_compiler():
+    """Loops of a kilobyte become one kernel, for which XLA has no code of barriers: this process would end."""
+
+    def step(carry, _):
+        i, x = jax.lax.optimization_barrier(carry)
+        return (i + 1, 2 * x), None
+
+    doubled = jaxsub.jit(lambda x: jax.lax.scan(step, (0, x), None, length=6)[0])
+    assert [int(found.max()) for found in doubled(jnp.ones(3))] == [6, 64]
+
+
 def test_donated_memory_is_counted_as_shared():
     """A donated argument that an output can reuse shows up as alias bytes, for plain and for jitted functions."""
     shape = jax.ShapeDtypeStruct((64, 64), "float32")
