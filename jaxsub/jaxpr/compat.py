@@ -50,10 +50,9 @@ def version_of(text: str) -> tuple[int, ...]:
 def cpu_compiler_options(version: str = jax.__version__) -> dict[str, str]:
     """Return options that make a CPU compile keep rematerialisation; 0.10.0 to 0.11.0 need one, later ones none.
 
-    Those versions expand optimization barriers before a later pass merges equal expressions, so straight-line
-    recomputation is merged away. It may merge a copy that an update in place needs: values can then be wrong
-    (tests/devices/test_compile.py). Of loops of a kilobyte they make one kernel, in which a barrier would abort XLA.
-    Other backends refuse to compile without that pass: never pass them this option.
+    Those versions expand barriers before a later pass merges equal expressions, so straight-line recomputation is
+    merged away, and copies that updates in place need: values can then be wrong (tests/devices/test_compile.py). Of
+    loops of a kilobyte they make one kernel, in which a barrier would abort XLA. Never pass this to other backends.
 
     Example:
         >>> cpu_compiler_options("0.10.2")
