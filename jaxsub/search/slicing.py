@@ -82,16 +82,16 @@ class RunsFound:
 
         The loss head, and whatever else is summed up to a scalar; the whole function along its batch; the head and the
         widest run in the body of a loop or conditional; all such runs; runs elsewhere too. Then the same in as many
-        slices as their products allow: of as many rows as keep the target busy, and of a tile's; as a last resort of
-        any number of rows.
+        slices as their products allow: of as many rows as keep the target busy, and of a tile's. As a last resort rows
+        may be few: in as many slices as the budget asks for, and in as many as there are rows.
         """
         whole = [self.batch] if isinstance(self.batch, Found) else []
         heads = [run for run in self.runs if run.is_head or (not run.within and run.has_gradient())]
         loops = sorted((run for run in self.runs if run.within), key=lambda run: -run.carried_bytes)
         usual = (self.n_bytes, self.least), (1, self.least), (1, min(self.least, TILE_ROWS))
         told: dict[tuple[Slices, ...], None] = {}
+        further = [_joined(self.program, self.runs, self.n_bytes)] if self.is_last else []
         for asked_bytes, rows in ((self.n_bytes, 1), (1, 1)) if self.is_last else usual:
-            further = [_joined(self.program, self.runs, self.n_bytes)] if self.is_last else []
             for runs in (heads, whole, [*heads, *loops[:1]], [*heads, *loops], self.runs, *further):
                 counts = [run.count(asked_bytes, rows) for run in runs]
                 pairs = zip(runs, counts, strict=True)
