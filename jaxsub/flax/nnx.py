@@ -273,9 +273,7 @@ class Jitted(Wrapped[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the step as `jax.jit` does: `.compile()` takes what it takes, and reports its memory."""
-        with nnx.update_context(CONTEXT):
-            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
-            return Lowered(self._step.lower(*pure_args, **pure_kwargs), self._call)
+        return Lowered(self._with_arrays(self._step.lower, args, kwargs), self._call)
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
         """Report the step's memory and plans, as `jaxsub.step.jit.Step.report` does, without running it.
@@ -291,9 +289,12 @@ class Jitted(Wrapped[P, R]):
     def _of_step(self, method: str, args: Any, kwargs: Any) -> Any:
         if not isinstance(self._step, step.Step):
             raise ValueError(f'{method}() needs a memory: pass jit(memory=...), such as memory=0.5 or "24GiB".')
+        return self._with_arrays(getattr(self._step, method), args, kwargs)
+
+    def _with_arrays(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with nnx.update_context(CONTEXT):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=CONTEXT)
-            return getattr(self._step, method)(*pure_args, **pure_kwargs)
+            return function(*pure_args, **pure_kwargs)
 
 
 def _step_of_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:

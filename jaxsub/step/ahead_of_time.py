@@ -14,7 +14,10 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled step: `jax.stages.Compiled` in all but its call, which takes what the step does but static values.
+    """A compiled step: `jax.stages.Compiled` in all but its call, which takes the step's own arguments.
+
+    Static values are those that it was lowered with. Static arguments of `jaxsub.flax.nnx.jit` are left out of the
+    call, as of `jax.jit`; other leaves than arrays are not looked at in that of `jaxsub.equinox.filter_jit`.
 
     Attributes:
         compiled: What JAX compiled, a function of arrays.
