@@ -6,6 +6,9 @@ the compiler fuses such work into its neighbours, so that recomputing it is near
 unlike in the compiler's own cost analysis; a `while` loop, of unknown length, counts once; a conditional counts its
 most expensive branch.
 
+Factorisations of matrices count as LAPACK's algorithms do (Golub and Van Loan, 2013), Fourier transforms and sorts as
+their sizes and the logarithms of these.
+
 A fused kernel is opaque. cuDNN's attention is counted from its shapes; a Pallas kernel by its own cost estimate, or its
 body once for each point of its grid; any other call (the FFI's) like a sort of its largest array, a guess.
 
@@ -15,7 +18,7 @@ Shapes are those of the jaxpr: under `shard_map` that is one device's share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +38,28 @@ MOVES = frozenset(
 
 COSTLY = frozenset(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general fft cholesky triangular_solve eigh eig svd qr lu "
-    "householder_product geqrf schur sort top_k approx_top_k pallas_call ffi_call custom_call tridiagonal_solve "
+    "householder_product geqrf geqp3 schur hessenberg tridiagonal sort top_k approx_top_k pallas_call ffi_call custom_call tridiagonal_solve "
     "scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
 )
 """Primitives whose results §4.2 of Chen et al. (2016) saves: recompute costs their time."""
+
+FACTORISATIONS: Mapping[str, Callable[[float, float], float]] = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "lu": lambda m, n: n**2 * (m - n / 3),
+    "qr": lambda m, n: 4 * n**2 * (m - n / 3),
+    "geqrf": lambda m, n: 2 * n**2 * (m - n / 3),
+    "geqp3": lambda m, n: 2 * n**2 * (m - n / 3),
+    "householder_product": lambda m, n: 2 * n**2 * (m - n / 3),
+    "hessenberg": lambda m, n: 10 * n**3 / 3,
+    "tridiagonal": lambda m, n: 4 * n**3 / 3,
+    "eigh": lambda m, n: 9 * n**3,
+    "eig": lambda m, n: 25 * n**3,
+    "schur": lambda m, n: 25 * n**3,
+    "svd": lambda m, n: 6 * m * n**2 + 20 * n**3,
+}
+"""FLOPs of one matrix of `m` rows and `n` columns, or the other way round, `m` no fewer: with the vectors or the matrix
+that it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +112,7 @@ def flops_of(eqn: Any) -> Flops:
         return _body_flops(eqn, bodies)
     size = float(max([_size(v.aval) for v in (*eqn.outvars, *eqn.invars)], default=0))
     if name in COSTLY:
-        return Flops(size * max(1.0, math.log2(max(size, 2.0))))
+        return Flops(_costly_flops(eqn, size))
     return Flops(elementwise_flops=size)
 
 
@@ -153,6 +173,20 @@ def _dot_flops(eqn: Any) -> float:
         return 2.0 * _size(out) * float(lhs.shape[-1])
     (contracting, _), _ = eqn.params["dimension_numbers"]
     return 2.0 * _size(out) * float(math.prod(lhs.shape[d] for d in contracting))
+
+
+def _costly_flops(eqn: Any, size: float) -> float:
+    """Count what is neither a product nor a convolution; `size` is that of the largest array."""
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape if eqn.invars else ()
+    if name in FACTORISATIONS:
+        *batch, n, m = *shape[:-2], *sorted(shape[-2:])
+        return math.prod(batch) * FACTORISATIONS[name](float(m), float(n))
+    if name == "triangular_solve":
+        return float(_size(eqn.outvars[0].aval) * shape[-1])
+    if name == "fft":
+        return 5 * size * math.log2(max(2, math.prod(eqn.params["fft_lengths"])))
+    length = shape[eqn.params["dimension"]] if name == "sort" else size
+    return size * max(1.0, math.log2(max(length, 2)))
 
 
 def _attention_flops(eqn: Any) -> float:

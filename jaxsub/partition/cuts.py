@@ -1,8 +1,9 @@
 """Cut a graph into stages, and find stages that are equal.
 
 A cut is good where few bytes cross. Between every two consecutive costly nodes there is one candidate, the earliest
-position with the least live bytes (a stage that ends in its costly node never recomputes it); it is kept if no
-candidate within `window` costly nodes on either side has fewer. That finds ResNet blocks, LSTM cells, MLP layers and
+position with the least live bytes (a stage that ends in its costly node never recomputes it), and another right in
+front of a node whose derivative does not need what it reads, such as a Cholesky factorisation: what makes its operand
+is recomputed there, and it is not. A candidate is kept if no other within `window` on either side has fewer bytes. That finds ResNet blocks, LSTM cells, MLP layers and
 the halves of transformer blocks. Weights do not count: they are live under every plan. Behind the last node that a
 gradient flows through, such as the loss, there are no cuts, since metrics have no backward pass.
 
@@ -30,6 +31,9 @@ FUSED = frozenset(
 )
 """Primitives that map or move elements; XLA fuses them into their consumers."""
 
+FREEING = frozenset("cholesky triangular_solve lu qr geqrf eigh svd fft sort".split())
+"""Costly primitives that read a value which their derivative does not: of what they return it is made, or of indices."""
+
 PLACED = ("random_fold_in", "random_seed", "slice")
 """Primitives whose parameters and constants a kind ignores: equal layers differ in them alone where each draws its own
 dropout or reads its own part of stacked weights."""
@@ -55,12 +59,19 @@ def find_cuts(
     costly = [n.index for n in graph.nodes if n.is_costly]
     if len(costly) < TUNING.few_costly:
         costly = [n.index for n in graph.nodes if n.flops > 0] or list(range(len(graph.nodes)))
-    candidates = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
-    candidates = unfused_cuts(graph, [p for p in candidates if p <= last])
+    earliest = [a + 1 + int(np.argmin(live[a + 1 : b + 1])) for a, b in pairwise(costly)]
+    freed = [b for p, b in zip(earliest, costly[1:], strict=False) if _frees(graph, live, p, b)]
+    candidates = sorted({*unfused_cuts(graph, [p for p in earliest if p <= last]), *(p for p in freed if p <= last)})
     heights = live[candidates] if candidates else np.zeros(0, np.int64)
     kept = [p for i, p in enumerate(candidates) if heights[i] <= heights[max(0, i - window) : i + window + 1].min()]
     pinned = {0, len(graph.nodes), *required}
     return _merge(graph, sorted({*kept, *pinned}), pinned, most or TUNING.stages(len(graph.nodes)))
+
+
+def _frees(graph: Graph, live: np.ndarray, earliest: int, position: int) -> bool:
+    """Whether the node at a position frees what it reads, and about as little crosses in front of it as before."""
+    is_freeing = graph.nodes[position].primitive in FREEING
+    return is_freeing and live[position] <= (1 + TUNING.little_share) * live[earliest]
 
 
 def unfused_cuts(graph: Graph, positions: Sequence[int]) -> list[int]:

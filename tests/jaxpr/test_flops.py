@@ -25,3 +25,24 @@ def test_convolutions_in_groups(batch, channels, groups):
         return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups)
 
     assert jaxpr_flops(jax.make_jaxpr(convolved)(x, w)).total == xla_flops(convolved, x, w)
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "flops"),
+    [
+        (jnp.linalg.cholesky, [(3, 60, 60)], 3 * 60**3 / 3),
+        (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), [(2, 60, 60), (2, 60, 8)], 2 * 60**2 * 8),
+        (lambda a, b: lax.linalg.triangular_solve(a, b), [(60, 60), (8, 60)], 60**2 * 8),
+        (lax.linalg.lu, [(60, 60)], 2 * 60**3 / 3),
+        (lax.linalg.lu, [(20, 60)], 20**2 * (60 - 20 / 3)),
+        (lambda a: lax.linalg.qr(a, full_matrices=False), [(4, 60, 20)], 4 * 4 * 20**2 * (60 - 20 / 3)),
+        (lax.linalg.eigh, [(2, 30, 30)], 2 * 9 * 30**3),
+        (lambda a: lax.fft(a, lax.FftType.RFFT, (64, 32)), [(4, 64, 32)], 5 * 4 * 64 * 32 * 11),
+        (lambda a: lax.sort(a, dimension=0), [(32, 7)], 32 * 7 * 5),
+    ],
+    ids="cholesky solve solve_right lu lu_wide qr eigh fft sort".split(),
+)
+def test_linear_algebra(f, shapes, flops):
+    """Counted as the textbooks do, of each matrix of a batch; in elements alone a Cholesky factor would cost nothing."""
+    jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    assert jaxpr_flops(jaxpr.jaxpr).arithmetic_flops == pytest.approx(flops)
