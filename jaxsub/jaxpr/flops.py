@@ -37,10 +37,11 @@ MOVES = frozenset(
 """Primitives that move or rename elements and compute nothing."""
 
 COSTLY = frozenset(
-    "dot_general conv_general_dilated ragged_dot ragged_dot_general fft cholesky triangular_solve eigh eig svd qr lu "
-    "householder_product geqrf geqp3 schur hessenberg tridiagonal sort top_k approx_top_k pallas_call ffi_call custom_call tridiagonal_solve "
-    "scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
-    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper".split()
+    "dot_general conv_general_dilated ragged_dot ragged_dot_general fft cholesky triangular_solve eigh eig svd qr "
+    "lu householder_product geqrf geqp3 schur hessenberg tridiagonal sort top_k approx_top_k pallas_call ffi_call "
+    "custom_call tridiagonal_solve scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+    "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
+    "dot_product_attention_fp8_bwd_wrapper".split()
 )
 """Primitives whose results §4.2 of Chen et al. (2016) saves: recompute costs their time."""
 
@@ -177,10 +178,11 @@ def _dot_flops(eqn: Any) -> float:
 
 def _costly_flops(eqn: Any, size: float) -> float:
     """Count what is neither a product nor a convolution; `size` is that of the largest array."""
-    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape if eqn.invars else ()
+    name = eqn.primitive.name
+    shape: tuple[int, ...] = eqn.invars[0].aval.shape if eqn.invars else ()
     if name in FACTORISATIONS:
-        *batch, n, m = *shape[:-2], *sorted(shape[-2:])
-        return math.prod(batch) * FACTORISATIONS[name](float(m), float(n))
+        n, m = sorted(shape[-2:])
+        return math.prod(shape[:-2]) * FACTORISATIONS[name](float(m), float(n))
     if name == "triangular_solve":
         return float(_size(eqn.outvars[0].aval) * shape[-1])
     if name == "fft":

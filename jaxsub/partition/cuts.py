@@ -2,10 +2,11 @@
 
 A cut is good where few bytes cross. Between every two consecutive costly nodes there is one candidate, the earliest
 position with the least live bytes (a stage that ends in its costly node never recomputes it), and another right in
-front of a node whose derivative does not need what it reads, such as a Cholesky factorisation: what makes its operand
-is recomputed there, and it is not. A candidate is kept if no other within `window` on either side has fewer bytes. That finds ResNet blocks, LSTM cells, MLP layers and
-the halves of transformer blocks. Weights do not count: they are live under every plan. Behind the last node that a
-gradient flows through, such as the loss, there are no cuts, since metrics have no backward pass.
+front of a node whose derivative does not need what it reads, such as a Cholesky factorisation: its operand is made
+again then, and its result is not. A candidate is kept if no other within `window` on either side has fewer bytes. That
+finds ResNet blocks, LSTM cells, MLP layers and the halves of transformer blocks. Weights do not count: they are live
+under every plan. Behind the last node that a gradient flows through, such as the loss, there are no cuts, since metrics
+have no backward pass.
 
 Neighbours of least weight are merged until there are few enough, as a rule `Tuning.stages`. Two runs of nodes are
 of one kind when they are the same equations, connected alike, with the same values going out: they share every price
@@ -32,7 +33,7 @@ FUSED = frozenset(
 """Primitives that map or move elements; XLA fuses them into their consumers."""
 
 FREEING = frozenset("cholesky triangular_solve lu qr geqrf eigh svd fft sort".split())
-"""Costly primitives that read a value which their derivative does not: of what they return it is made, or of indices."""
+"""Costly primitives that read what their derivative does not: it is made of what they return, or of indices."""
 
 PLACED = ("random_fold_in", "random_seed", "slice")
 """Primitives whose parameters and constants a kind ignores: equal layers differ in them alone where each draws its own

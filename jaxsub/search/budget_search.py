@@ -66,7 +66,7 @@ def fit(verifier: Verifier, candidates: Candidates, budget_bytes: int, effort: E
         ranked = candidates.ranked(int(budget_bytes / search.error))
         for cuts in [cuts for cuts in ranked if cuts != first][:1]:
             search.run(cuts, budget_bytes / search.error)
-    if search.is_beaten:
+    if search.is_beaten or (search.best is None and search.errors and elsewhere.is_better(search.error, math.inf)):
         raise _nothing_less(budget_bytes)
     search.by_hand(made)
     if search.best is None and elsewhere.share == math.inf:

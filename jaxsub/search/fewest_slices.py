@@ -24,7 +24,8 @@ def fewest_slices(
 ) -> tuple[Runs, ...]:  # fmt: skip
     """The same runs in as few slices as fit and cost no more, then in twice as many, and so on to as many as given.
 
-    What grows with a slice is twice as large in half as many: two plans say where the limit may be.
+    What grows with a slice is twice as large in half as many: two plans say where the limit may be, first this one and
+    the one without slices.
 
     Args:
         runs: The runs.
@@ -42,7 +43,7 @@ def fewest_slices(
     whole = known | {round(math.log2(max(run.count for run in runs))): plain}
     if _farthest(whole, int(TUNING.prediction_error * n_bytes)) < 1:
         return (runs,)
-    while low + 1 < high and (there := _farthest(known, n_bytes)) > low:
+    while low + 1 < high and (there := _farthest(known if low else whole, n_bytes)) > low:
         there = there if there < high else (low + high) // 2
         found = planned(every[there], Budget(n_bytes), round(most, 3) + ROUNDING - slowed_share(every[there]))
         if not isinstance(found, Plan) or round(cost_of(found), 3) > round(most, 3):

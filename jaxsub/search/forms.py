@@ -7,7 +7,8 @@ only where the function without either recomputes more than they add, or does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -24,15 +25,18 @@ from jaxsub.emission.own_regions import n_own_regions
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import Program, remembered
 from jaxsub.partition.inner_gradients import find_clones
+from jaxsub.search.compile_worth import Elsewhere
 from jaxsub.search.verify import gradient, note, untouched
 
 
-def best_of_forms(program: Program, planned: Callable[[Program], Plan], is_far: Callable[[Program], bool]) -> Plan:
+def best_of_forms(program: Program, planned: Callable[[Program, Elsewhere], Plan],
+                  predicted: Callable[[Program], Plan], is_far: Callable[[Program], bool]) -> Plan:  # fmt: skip
     """Plan a program in the form in which least is recomputed.
 
     Args:
         program: The program.
-        planned: Plans it in a form.
+        planned: Plans it in a form, where nothing better is expected elsewhere.
+        predicted: Plans a form by prediction alone.
         is_far: Whether a form is predicted to need far more than the budget: such a form comes after the others.
 
     Raises:
@@ -42,18 +46,38 @@ def best_of_forms(program: Program, planned: Callable[[Program], Plan], is_far: 
     refusals: list[InfeasibleBudgetError] = []
     first, *others = forms_of(program)
     is_last = bool(others and others[0].clones) and is_far(program_in(program, first))
-    for form in (*others[:1], first, *others[1:]) if is_last else (first, *others):
-        if best is not None and ((is_last and form is first) or not _may_gain(program, form, best)):
+    left = [*others[:1], first, *others[1:]] if is_last else [first, *others]
+    postponed = {first} if is_last else set[Form]()
+    while left:
+        form = left.pop(0)
+        if best is not None and (form in postponed or not _may_gain(program, form, best)):
             continue
+        clones = [] if best or form in postponed else [other for other in left if other.clones]
+        elsewhere = Elsewhere(is_better=partial(_is_better, program, clones, predicted))
         try:
-            plan = in_form(program, form, planned(program_in(program, form)))
+            plan = in_form(program, form, planned(program_in(program, form), elsewhere))
         except InfeasibleBudgetError as refused:
-            refusals.append(refused.with_plan(partial(in_form, program, form)))
+            if refused.least_bytes:
+                refusals.append(refused.with_plan(partial(in_form, program, form)))
+            else:  # another form is expected to do better
+                postponed.add(form)
+                left.append(form)
             continue
         best = plan if best is None or _share(program, plan) < _share(program, best) else best
     if best is None:
         raise min(refusals, key=lambda refused: refused.least_bytes) from None
     return best
+
+
+def _is_better(program: Program, forms: Iterable[Form], predicted: Callable[[Program], Plan], error: float,
+               share: float) -> bool:  # fmt: skip
+    """Whether a form is predicted to fit, and to recompute clearly less than a share; how others err says nothing."""
+    for form in (form for form in forms if _added_share(program, form) < share):
+        with contextlib.suppress(InfeasibleBudgetError):
+            plan = in_form(program, form, predicted(program_in(program, form)))
+            if _share(program, plan) <= share - TUNING.little_recompute:
+                return True
+    return False
 
 
 @remembered

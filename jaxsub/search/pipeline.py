@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -49,6 +49,7 @@ from jaxsub.search.plan_cache import find_least, find_plan, find_refusal, met_ot
 from jaxsub.search.progress import Progress, say, summary, tell
 from jaxsub.search.propagated import carried, pricer_of
 from jaxsub.search.slice_search import best_in_slices, sliced_or_whole
+from jaxsub.search.sliced_program import needed_bytes
 from jaxsub.search.slicing import Chunks
 
 Mirror = Sequence[int] | Callable[..., int] | Mapping[str, int]
@@ -186,7 +187,7 @@ def _known(store: Store, keys: Sequence[str], program: Program, measured: Target
     if plan is not None or measured is None or budget.n_bytes is None:
         return plan
     least = find_least(store, least_key, program, measured, budget.n_bytes)
-    return least if least is not None and _needed(least) > budget.n_bytes / (1 + TUNING.least_slack) else None
+    return least if least is not None and needed_bytes(least) > budget.n_bytes / (1 + TUNING.least_slack) else None
 
 
 def _planned(program: Program, settings: Settings, target: Target, store: Store) -> Plan:
@@ -195,20 +196,25 @@ def _planned(program: Program, settings: Settings, target: Target, store: Store)
     with Progress(settings.progress) as step:
         first = Planning(program, settings, target, store, step)
         budget = first.in_bytes(program, settings.budget)
-
         has_forms = settings.mirror is None and settings.budget != Budget()
+        in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
 
-        def planned(p: Program) -> Plan:
-            if p is program:  # with its own regions it is the last resort: without them it runs in slices
-                is_last = settings.chunks == "auto" and has_forms and n_own_regions(program) > 0
-                return first.whole(p, budget, False) if is_last else first.best(p, budget)
-            in_bytes = replace(settings, budget=budget)  # a fraction is of the program as it is
-            return Planning(p, in_bytes, target, store, step, first.prices).best(p, budget)
+        @cache
+        def planning(p: Program) -> Planning:
+            return first if p is program else Planning(p, in_bytes, target, store, step, first.prices)
+
+        def planned(p: Program, elsewhere: Elsewhere = NOTHING) -> Plan:
+            # with its own regions it is the last resort: without them it runs in slices
+            is_last = p is program and settings.chunks == "auto" and has_forms and n_own_regions(program) > 0
+            return first.whole(p, budget, False) if is_last else planning(p).best(p, budget, elsewhere)
+
+        def predicted(p: Program) -> Plan:
+            return planning(p).whole(p, budget, True)
 
         def is_far(p: Program) -> bool:
             return budget.n_bytes is not None and first.is_far(p, budget.n_bytes)
 
-        plan = best_of_forms(program, planned, is_far) if has_forms else planned(program)
+        plan = best_of_forms(program, planned, predicted, is_far) if has_forms else planned(program)
         if plan.opened_regions or plan.clones:  # beside what the function needs as it is
             is_known = settings.budget.fraction is not None and settings.verify is not False
             plain = first.prepared(program)[0].plain().measurement if is_known else None
@@ -277,13 +283,13 @@ class Planning:
         sliced = (best_in_slices(program, self.target, n_bytes, self.whole, is_last) for is_last in (False, True))
         return all(plan is None or predicted_bytes(plan) > most for plan in sliced)
 
-    def best(self, program: Program, budget: Budget) -> Plan:
-        """Plan a program for a budget, runs of it in slices where they may be."""
+    def best(self, program: Program, budget: Budget, elsewhere: Elsewhere = NOTHING) -> Plan:
+        """Plan a program for a budget, runs of it in slices where they may be, unless `elsewhere` more is spared."""
         settings = self.settings
         fits_as_it_is = settings.budget.fraction == 1 and settings.chunks == "auto"
         if fits_as_it_is or not may_be_sliced(program, settings):
-            return self.whole(program, budget, False)
-        plan = sliced_or_whole(program, self.target, budget, settings.chunks, self.whole)
+            return self.whole(program, budget, False, elsewhere)
+        plan = sliced_or_whole(program, self.target, budget, settings.chunks, self.whole, elsewhere)
         if plan.slices and plan.plain_measurement is None:
             plan = self.beside_plain(program, plan)
         return plan
@@ -329,7 +335,7 @@ class Planning:
         pricer = verifier.pricer
         by_hand = partial(plans_by_hand, pricer.sized, self.target.gpu, pricer.share) if is_open else tuple
         plan = fit(verifier, candidates, n_bytes, effort, by_hand, elsewhere, self.errors)
-        if overrides and not _fits(_with_overrides(verifier, plan, overrides, Budget(n_bytes)), n_bytes):
+        if overrides and needed_bytes(_with_overrides(verifier, plan, overrides, Budget(n_bytes))) > n_bytes:
             less_bytes = verifier.measure(verifier.empty()).temp_bytes - 1
             plan = fit(verifier, candidates, less_bytes, effort)
         return plan
@@ -343,14 +349,6 @@ def _with_overrides(verifier: verifying.Verifier, plan: Plan, overrides: Mapping
     if plan.measurement is not None:
         changed = changed.replace(measurement=verifier.measure(changed))
     return verifying.finish(verifier.program, changed, budget)
-
-
-def _fits(plan: Plan, n_bytes: int) -> bool:
-    return _needed(plan) <= n_bytes
-
-
-def _needed(plan: Plan) -> int:
-    return plan.measurement.temp_bytes if plan.measurement is not None else 0
 
 
 @with_own_settings

@@ -31,7 +31,8 @@ from jaxsub.search.sliced_program import WHOLE, Runs, Whole, fixed_cost, in_slic
 from jaxsub.search.slicing import Chunks, RunsFound, asked, find_runs
 
 
-def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole) -> Plan:
+def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Chunks, whole: Whole,
+                    elsewhere: Elsewhere = NOTHING) -> Plan:  # fmt: skip
     """Plan a program, runs of it in slices where that spares recomputation, or memory that nothing else can.
 
     Args:
@@ -40,14 +41,16 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
         budget: The budget.
         chunks: What the user asks for.
         whole: Plans a program as it stands.
+        elsewhere: What is expected of other forms of the program.
 
     Raises:
-        InfeasibleBudgetError: If nothing fits; the least that it names is met when it is asked for.
+        InfeasibleBudgetError: If nothing fits; the least that it names is met when it is asked for. It names none if
+            nothing was found to fit and more is expected `elsewhere`.
         ChunksError: If what the user asks for by name or axis cannot be done.
     """
     if isinstance(chunks, Mapping):
         return in_slices(program, asked(program, chunks), budget, whole, False)
-    search = _Search(program, target, budget, chunks is True, whole)
+    search = _Search(program, target, budget, chunks is True, whole, elsewhere)
     search.run()
     if not search.plans:
         raise search.refusal()
@@ -55,7 +58,7 @@ def sliced_or_whole(program: Program, target: Target, budget: Budget, chunks: Ch
     def rank(plan: Plan) -> tuple[float, int, int]:
         if search.is_asked:
             return round(recomputed_share(plan), 3), 0, needed_bytes(plan)
-        return round(cost_of(plan), 3), _n_slices(plan.slices), needed_bytes(plan)
+        return round(cost_of(plan), 3), sliced_program.n_slices(plan.slices), needed_bytes(plan)
 
     return min(search.plans, key=rank)
 
@@ -110,6 +113,7 @@ class _Search:
     budget: Budget
     is_asked: bool
     whole: Whole
+    elsewhere: Elsewhere = NOTHING
     plans: list[Plan] = field(init=False, default_factory=list)
     refusals: list[tuple[InfeasibleBudgetError, Runs]] = field(init=False, default_factory=list)
     predicted: dict[tuple[Runs, Budget, float], Plan | InfeasibleBudgetError] = field(init=False, default_factory=dict)
@@ -118,6 +122,8 @@ class _Search:
 
     postponed: set[Runs] = field(init=False, default_factory=set)
     """What others were expected to recompute less than, or fit already and do."""
+    is_beaten: bool = field(init=False, default=False)
+    """Whether nothing fits yet, and more is expected elsewhere."""
 
     leasts: dict[sliced_program.Places, dict[int, int]] = field(init=False, default_factory=dict)
     """Of runs that are predicted not to fit: the least, by how many slices they have together."""
@@ -178,7 +184,7 @@ class _Search:
     def _tried(self, chosen: Runs, others: Collection[Runs]) -> bool:
         """Plan a set of runs in as few slices as may do; whether another of the sets has to come first."""
         others = others if chosen not in self.postponed else ()
-        for runs in dict.fromkeys((*self._fewer(chosen)[:2], chosen)):  # fewer slices are better at the same cost
+        for runs in dict.fromkeys((*self._fewer(chosen)[:2], chosen)):  # at the same cost fewer are better
             if self._try(runs, lambda: others, math.inf if runs == chosen else self._little_more(chosen)):
                 is_slowed = sliced_program.slowed_share(runs) > TUNING.compile_gain
                 if is_slowed and (fewer := self._fewer(runs, self.plans[-1])[0]) != runs:
@@ -258,7 +264,9 @@ class _Search:
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self._expected())
             if not isinstance(found, Plan):
-                self.leasts.setdefault(sliced_program.places_of(runs), {})[_n_slices(runs)] = found.least_bytes
+                self.leasts.setdefault(sliced_program.places_of(runs), {})[sliced_program.n_slices(runs)] = (
+                    found.least_bytes
+                )
             if is_alike or not isinstance(found, Plan):
                 least = needed_or_least(found) / (self._excess() if runs else 1.0)
                 is_near = is_last or least < TUNING.prediction_error * self.n_bytes
@@ -276,7 +284,7 @@ class _Search:
         What holds the peak is elsewhere, and is there in any number of slices.
         """
         leasts = self.leasts.get(sliced_program.places_of(runs), {})
-        if self.is_asked or len(leasts) < 2 or _n_slices(runs) in leasts:
+        if self.is_asked or len(leasts) < 2 or sliced_program.n_slices(runs) in leasts:
             return False
         fewest, most = leasts[min(leasts)], leasts[max(leasts)]
         return most >= max((1 - TUNING.between_gap) * fewest, self._least_bytes(WHOLE))
@@ -379,16 +387,19 @@ class _Search:
 
         def is_better(error: float, share: float) -> bool:
             self.error = max(self.error, error)
-            return any(self._recomputes_less(other, self._expected(), share) for other in others() if other != runs)
+            self.is_beaten = not self.plans and self.elsewhere.is_better(error, share)
+            return self.is_beaten or any(
+                self._recomputes_less(other, self._expected(), share) for other in others() if other != runs
+            )
 
         elsewhere = NOTHING if self.is_asked else Elsewhere(self._least_cost(), bool(self.refusals), is_better)
         try:
             self.plans.append(in_slices(self.program, runs, self.budget, self.whole, False, elsewhere, most))
         except InfeasibleBudgetError as refused:
-            if refused.least_bytes:
-                self.refusals.append((refused, runs))
-            else:
-                self.postponed.add(runs)
+            if self.is_beaten:
+                raise
+            self.refusals += [(refused, runs)] if refused.least_bytes else []
+            self.postponed |= {runs} if not refused.least_bytes else set()
             return False
         return True
 
@@ -407,8 +418,3 @@ class _Search:
             return refused
         again.run()  # other budgets have other sets
         return refused if again.plans else below_least(self.n_bytes, again.refusal().least_bytes)
-
-
-def _n_slices(runs: Runs) -> int:
-    """How many slices runs have together."""
-    return sum(run.count for run in runs)

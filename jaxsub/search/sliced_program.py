@@ -201,6 +201,11 @@ def least_gain(runs: Runs) -> float:
     return max(TUNING.compile_gain * most / TUNING.region_equations + slowed_share(runs), fixed_cost(runs))
 
 
+def n_slices(runs: Runs) -> int:
+    """How many slices runs have together."""
+    return sum(run.count for run in runs)
+
+
 def places_of(runs: Runs) -> Places:
     """Where runs are."""
     return tuple((run.within, run.start, run.stop) for run in runs)

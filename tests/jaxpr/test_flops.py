@@ -43,6 +43,6 @@ def test_convolutions_in_groups(batch, channels, groups):
     ids="cholesky solve solve_right lu lu_wide qr eigh fft sort".split(),
 )
 def test_linear_algebra(f, shapes, flops):
-    """Counted as the textbooks do, of each matrix of a batch; in elements alone a Cholesky factor would cost nothing."""
+    """Counted as textbooks do, of each matrix of a batch; by its elements a Cholesky factor would cost nothing."""
     jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     assert jaxpr_flops(jaxpr.jaxpr).arithmetic_flops == pytest.approx(flops)

@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsub
+from jaxsub.core.chain import Prediction
 from jaxsub.core.decisions import Form
 from jaxsub.core.figures import recomputed_share
 from jaxsub.core.graph import graph_of
 from jaxsub.core.plan import Plan
 from jaxsub.emission.clones import with_clones
+from jaxsub.emission.forms import program_in
 from jaxsub.jaxpr.flops import jaxpr_flops
 from jaxsub.jaxpr.trace import trace
 from jaxsub.partition.inner_gradients import find_clones
-from jaxsub.search.forms import forms_of
+from jaxsub.search import verify
+from jaxsub.search.forms import best_of_forms, forms_of
 
 NODES, EDGES, WIDTH, DEPTH = 64, 2048, 32, 5
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -232,3 +235,33 @@ def test_a_step_uses_them_too():
     report = run.report(*ARGS)
     assert report.sites[0].plan.clones
     assert report.step_bytes <= report.memory_bytes
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_form_comes_first_once_predictions_of_another_were_too_low(fits):
+    """A program that misses its budget is not compiled over and over while another form is predicted to fit."""
+    program = trace(forces(interaction), ARGS, {})
+    bare, cloned = forms_of(program)
+    prediction = Prediction(1, 0.0, 1.0, 0, "analytic")
+    asked = []
+
+    def plan_of(form):
+        return verify.untouched(program_in(program, form)).replace(prediction=prediction)
+
+    def predicted(shown):
+        assert shown is program_in(program, cloned)
+        return plan_of(cloned)
+
+    def planned(shown, elsewhere):
+        form = bare if shown is program_in(program, bare) else cloned
+        asked.append(form)
+        if form == bare and elsewhere.is_better(1.5, float("inf")):
+            raise jaxsub.InfeasibleBudgetError("more is expected elsewhere", requested_bytes=1, least_bytes=0)
+        if form == cloned and not fits:
+            raise jaxsub.InfeasibleBudgetError("does not fit", requested_bytes=1, least_bytes=2)
+        assert not elsewhere.is_better(1.5, float("inf"))
+        return plan_of(form)
+
+    found = best_of_forms(program, planned, predicted, lambda form: False)
+    assert bool(found.clones) == fits
+    assert asked == ([bare, cloned] if fits else [bare, cloned, bare])
