@@ -22,10 +22,10 @@ core: __init__ tuning shown measurement errors checks wrapped budget graph decis
 allocator: gradient allocation __init__
 planners: memo milp_model milp_nested quantize dp_tables select baselines cheap chen recursive
     revolve split_regions optimal auto milp __init__
-jaxpr: __init__ hi_primitives compat flops new_equations derivative_rules rule_residuals identity inline max_pool_vjp
-    grouped_conv_vjp ragged_products output_only_vjp shardings static_leaves tangents trace late_zeros own_rules
-    constants differences arguments linearity axis_places random_bits axis axis_rules axis_inverse
-    axis_bodies axis_origin axes product_rows
+jaxpr: __init__ hi_primitives policy_calls compat flops new_equations derivative_rules rule_residuals identity inline
+    max_pool_vjp grouped_conv_vjp ragged_products output_only_vjp shardings static_leaves tangents trace late_zeros
+    own_rules constants differences arguments linearity axis_places random_bits axis axis_rules axis_inverse axis_bodies
+    axis_origin axes product_rows
 devices: __init__ cuda_plugin aot_worker targets aot compile
 partition: __init__ cuts inner_gradients blocks inner_programs run_function traced_run min_cut
 emission: __init__ barriers offload at_slice chunks regions scan_unrolling scans bodies own_regions clones

@@ -22,6 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxsub.jaxpr.hi_primitives import expanded
+from jaxsub.jaxpr.policy_calls import careful
 
 try:
     from jax._src import ad_checkpoint, source_info_util
@@ -98,8 +99,9 @@ def _of_our_flavour() -> contextlib.AbstractContextManager[Any]:
 
 
 def checkpoint(fun: Callable[..., Any], *, policy: Any = None, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`jax.checkpoint` of our flavour."""
+    """`jax.checkpoint` of our flavour; `jax_remat3` knows some policies by their class, and calls them for little."""
     with _of_our_flavour():
+        policy = policy if remat_flavour() == "remat3" else careful(policy)
         return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
 
 
@@ -144,9 +146,7 @@ def asked_by_remat3() -> frozenset[str]:
 
 def is_known_to_remat3(policy: Any) -> bool:
     """Tell whether `jax_remat3` applies a policy by its class, without calling it, as 0.10 did with some of JAX's."""
-    names = "DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese"
-    known = (getattr(ad_checkpoint, name, None) for name in names)
-    return isinstance(policy, tuple(kind for kind in known if isinstance(kind, type)))
+    return type(policy).__name__ in ("DotsSaveable", "SaveOnlyTheseNames", "SaveAnyNamesButThese")
 
 
 def unwrapped(eqn: Any) -> tuple[Any, dict[str, Any]]:

@@ -39,7 +39,7 @@ class Policy:
         """The policy's name, as `get` reads it."""
         return self.name
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> bool:
         """Refuse to decide for one equation; policies that can override this."""
         raise UnsupportedError(
             f"The policy {self} decides for a whole function, but jax.checkpoint calls it for one equation at a time. "
@@ -59,7 +59,7 @@ class SaveNothing(Policy):
 
     name: ClassVar[str] = "save_nothing"
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> bool:
         """No result may be saved."""
         return False
 
@@ -74,7 +74,7 @@ class SaveAll(Policy):
 
     name: ClassVar[str] = "save_all"
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> bool:
         """Every result may be saved."""
         return True
 
@@ -125,7 +125,7 @@ class SaveCostly(Policy):
         changes = ", ".join([*(f"+{n}" for n in self.costly), *(f"-{n}" for n in self.cheap)])
         return f"{self.name}({changes})" if changes else self.name
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> bool:
         """Tell whether the primitive counts as costly."""
         return self.is_costly(primitive.name, _Equation(primitive, params))
 

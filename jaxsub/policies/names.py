@@ -12,6 +12,7 @@ import jax
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.errors import PolicyError
+from jaxsub.jaxpr.policy_calls import Careful
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
 
 JaxPolicy = Callable[..., Any]
@@ -71,6 +72,7 @@ def label(policy: Policy | JaxPolicy) -> str:
         >>> label(jax.checkpoint_policies.save_from_both_policies(save_all, save_all))
         'save_from_both_policies'
     """
+    policy = policy.policy if isinstance(policy, Careful) else policy
     if isinstance(policy, Policy):
         return str(policy)
     named = [n for n, p in vars(jax.checkpoint_policies).items() if p is policy]

@@ -18,6 +18,7 @@ from jaxsub.core.errors import UnsupportedError
 from jaxsub.core.plan import Plan
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of
+from jaxsub.jaxpr.policy_calls import Careful, answer
 from jaxsub.jaxpr.trace import Program
 from jaxsub.policies.kinds import Policy
 from jaxsub.policies.names import JaxPolicy, label
@@ -63,14 +64,14 @@ def _wants(policy: JaxPolicy, eqn: Any) -> bool:
     primitive, params = compat.unwrapped(eqn)
     if primitive.name in compat.REGIONS:
         return False
-    answer = policy(primitive, *(v.aval for v in eqn.invars), **params)
-    kind = type(answer).__name__
+    said = Careful(policy)(primitive, *(v.aval for v in eqn.invars), **params)
+    kind = type(said).__name__
     if kind == "Offloadable":
         raise UnsupportedError(
             f"With jax_remat3, JAX {jax.__version__} silently ignores the policy {label(policy)}, which moves results "
             "to another memory. Turn jax_remat3 off for it."
         )
-    return ANSWERS[kind] if kind in ANSWERS else bool(answer)
+    return ANSWERS[kind] if kind in ANSWERS else bool(said)
 
 
 def _wanted_inside(policy: JaxPolicy, eqn: Any) -> Iterator[str]:
@@ -105,7 +106,7 @@ def _saved_by(policy: Callable[..., Any], jaxpr: Any) -> Iterator[str]:
         if eqn.primitive.name in ENTERED:
             for body in bodies_of(eqn):
                 yield from _saved_by(policy, compat.open_jaxpr(body))
-        elif policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+        elif answer(policy, eqn):
             yield eqn.primitive.name
 
 

@@ -75,7 +75,7 @@ def checkpoint(
 def _call_foreign(policy: JaxPolicy, flat: Callable[..., Any], leaves: Sequence[Any], prevent_cse: bool) -> Any:
     """Call under a foreign policy: by JAX wherever JAX calls it."""
     if not compat.ignores_policies():
-        return jax.checkpoint(flat, policy=policy, prevent_cse=prevent_cse)(*leaves)
+        return compat.checkpoint(flat, policy=policy, prevent_cse=prevent_cse)(*leaves)
     if policy is jax.checkpoint_policies.everything_saveable:
         return flat(*leaves)
     program = trace(flat, leaves, {}, argnums=tuple(range(len(leaves))))

@@ -36,6 +36,7 @@ from jaxsub.emission.emit import emit
 from jaxsub.emission.scans import body_program
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.inline import flatten_jaxpr
+from jaxsub.jaxpr.policy_calls import answer
 from jaxsub.jaxpr.trace import Program, program_of
 from jaxsub.partition.blocks import blocks_of, repeated_blocks
 from jaxsub.partition.cuts import kind_of
@@ -49,7 +50,7 @@ Saves = Callable[[Any], bool]
 
 
 def _by_policy(policy: Callable[..., Any]) -> Saves:
-    return lambda eqn: bool(policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params))
+    return lambda eqn: bool(answer(policy, eqn))
 
 
 POLICIES: dict[str, Saves] = {

@@ -1,11 +1,14 @@
 """What everybody writes: dropout with keys that are split on, joined products, metrics behind the loss."""
 
+import chex
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import pytest
 from jax import random
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
+from jax.interpreters import ad, mlir
 from six_layers import same
 
 import jaxsub
@@ -157,3 +160,35 @@ def test_a_rule_that_refuses_cotangents_of_all_results(in_a_loop):
     small = jaxsub.sublinear(loss, budget=0.8, cache=False, progress=False)
     same(jaxsub.jit(jax.value_and_grad(small))(ws, X), jax.jit(jax.value_and_grad(loss))(ws, X))
     assert small.plan(ws, X).measurement.temp_bytes <= 0.8 * jaxsub.measure(loss, ws, X).temp_bytes
+
+
+def _scaled_primitive():
+    """A primitive with a parameter that is named as the first argument of policies is, as Equinox makes."""
+    scaled_p = jex_core.Primitive("scaled")
+    scaled_p.def_impl(lambda x, *, prim: x * prim)
+    scaled_p.def_abstract_eval(lambda x, *, prim: x)
+    mlir.register_lowering(scaled_p, mlir.lower_fun(lambda x, *, prim: x * prim, multiple_results=False))
+    ad.deflinear2(scaled_p, lambda ct, x, **params: [scaled_p.bind(ct, **params)])
+    return scaled_p
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_primitive_whose_parameter_is_called_as_a_policys_argument(is_scanned):
+    scaled_p = _scaled_primitive()
+    weights, x = jnp.stack([jnp.eye(64)] * 8), jnp.ones((256, 64)) / 2
+
+    def layer(x, w):
+        return jnp.tanh(scaled_p.bind(jnp.sin(x @ w), prim=0.5)), None
+
+    def loss(weights, x):
+        if is_scanned:
+            return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+        for w in weights:
+            x, _ = layer(x, w)
+        return (x**2).mean()
+
+    planned = jaxsub.sublinear(loss, budget=0.4, chunks=False, cache=False)
+    chex.assert_trees_all_close(jax.grad(planned)(weights, x), jax.grad(loss)(weights, x), rtol=1e-6)
+    for policy in ("save_costly", jax.checkpoint_policies.save_only_these_names("a")):
+        layered = jaxsub.policies.checkpoint(loss, policy=policy)
+        chex.assert_trees_all_close(jax.grad(layered)(weights, x), jax.grad(loss)(weights, x), rtol=1e-6)
