@@ -35,7 +35,7 @@ costs: __init__ body_options fusible hoisted_constants scheduler multi_output_fu
     roofline slice_time step_options scan_options chain_builder
 search: __init__ bracket compile_worth by_hand slice_seeds run_spans found_run slicing sliceable belonging candidates
     name_overrides named_policy verify propagated budget_search sliced_program fewest_slices slice_search
-    frontier_points repeated_effects forms plan_cache progress annotate pipeline call_sites
+    frontier_points repeated_effects forms plan_cache progress annotate pipeline unsaid_shardings call_sites
 api: __init__ frontier explain sublinear xla_timeline
 step: __init__ ahead_of_time flat_step ordered_updates fused_update options attempt ladder sizing kept_plans device
     report given jit max_batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
@@ -38,6 +37,7 @@ from jaxsub.search.pipeline import Mirror, Settings, make_plan, may_be_sliced
 from jaxsub.search.propagated import pricer_of
 from jaxsub.search.repeated_effects import warn_of_repeated
 from jaxsub.search.slicing import Chunks
+from jaxsub.search.unsaid_shardings import as_said
 
 AnyCache = bool | str | os.PathLike[str] | Store
 AnyBudget = str | int | float | None | Budget
@@ -172,12 +172,11 @@ class Sublinear(Wrapped[P, R]):
         return program, run, plan
 
     def _plan_for(self, program: Program) -> Plan:
-        key = program.fingerprint, constants_key(program), program.shardings, compat.trace_context()
+        settings = as_said(program, self.settings)
+        where = program.shardings, settings is self.settings, compat.trace_context()
+        key = program.fingerprint, constants_key(program), where
         if key not in self._plans:
-            if not program.is_sharded and any(split for known, _, split, _ in self._plans if known == key[0]):
-                warnings.warn("Planned for split arrays before, this function is now traced where nothing says how "
-                              "they are split, as for one device. Pass in_shardings= to it.", stacklevel=2)  # fmt: skip
-            self._plans[key] = make_plan(program, self.settings)
+            self._plans[key] = make_plan(program, settings)
             warn_of_repeated(program, self._plans[key])
         return self._plans[key]
 

@@ -230,6 +230,13 @@ def _shrunk(part: Any, share: float) -> Any:
     return replace(part, **{name: math.ceil(size * share) for name, size in sizes.items()})
 
 
+def unsaid_devices(avals: Sequence[Any]) -> int:
+    """On how many devices values are whose types do not say how they are split: on a mesh with automatic axes."""
+    meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
+    sizes = (zip(mesh.axis_sizes, mesh.axis_types, strict=True) for mesh in meshes if mesh is not None)
+    return max((math.prod(n for n, kind in axes if kind == AxisType.Auto) for axes in sizes), default=1)
+
+
 def is_explicit(mesh: Any) -> bool:
     """Whether shardings over a mesh are part of types."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -2,8 +2,8 @@
 
 A cut is good where few bytes cross. Between every two consecutive costly nodes there is one candidate, the earliest
 position with the least live bytes (a stage that ends in its costly node never recomputes it), and another right in
-front of a node whose derivative does not need what it reads, such as a Cholesky factorisation: its operand is made
-again then, and its result is not. A candidate is kept if no other within `window` on either side has fewer bytes. That
+front of a node whose derivative does not need what it reads, such as a Cholesky factorisation: then its operand is
+recomputed, and its result is not. A candidate is kept if no other within `window` on either side has fewer bytes. That
 finds ResNet blocks, LSTM cells, MLP layers and the halves of transformer blocks. Weights do not count: they are live
 under every plan. Behind the last node that a gradient flows through, such as the loss, there are no cuts, since metrics
 have no backward pass.

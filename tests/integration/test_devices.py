@@ -54,19 +54,21 @@ def test_eight_devices():
 
 
 def test_a_plan_that_cannot_know_of_the_devices_says_so():
-    """Planned for split arrays, the function is traced inside `jax.jit`, where no value says how it is split."""
+    """Inside `jax.jit` no value says how it is split: slices of it would gather the whole of it on every device."""
     code = """
     import warnings
     from jax.sharding import NamedSharding, PartitionSpec as P
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(x, NamedSharding(mesh, P("d")))
     given = jax.tree.map(lambda a: NamedSharding(mesh, P(*("d",) * (a is split))), (w, split))
+    budget = jaxsub.measure(loss, w, x).temp_bytes * 3 // 4  # of one device that holds all
     for shardings, n_told in ((None, 1), (given, 0)):
-        f = jaxsub.sublinear(loss, budget="1GiB", verify=False, cache=False, in_shardings=shardings)
-        f.plan(w, split)
+        f = jaxsub.sublinear(loss, budget=budget, cache=False, in_shardings=shardings)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            jax.jit(jax.grad(f)).lower(w, split)
-        assert sum("Pass in_shardings= to it" in str(t.message) for t in told) == n_told, told
+            compiled = jaxsub.jit(jax.value_and_grad(f)).lower(w, split).compile()
+        assert sum("are on 8 devices, and nothing says how" in str(t.message) for t in told) == n_told, told
+        assert compiled.memory_analysis().temp_size_in_bytes <= budget
+        assert "all-gather" not in compiled.as_text()
     """
     in_a_process(LOSS + textwrap.dedent(code), **quickly(8))
