@@ -24,7 +24,7 @@ from jaxsub.partition.inner_gradients import find_clones
 from jaxsub.search import verify
 from jaxsub.search.forms import best_of_forms, forms_of
 
-NODES, EDGES, WIDTH, DEPTH = 64, 2048, 32, 4
+NODES, EDGES, WIDTH, DEPTH = 64, 2048, 32, 5
 KEYS = jax.random.split(jax.random.key(0), 8)
 
 
