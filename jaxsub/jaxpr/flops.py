@@ -179,7 +179,7 @@ def _dot_flops(eqn: Any) -> float:
 def _costly_flops(eqn: Any, size: float) -> float:
     """Count what is neither a product nor a convolution; `size` is that of the largest array."""
     name = eqn.primitive.name
-    shape: tuple[int, ...] = eqn.invars[0].aval.shape if eqn.invars else ()
+    shape = list[int](eqn.invars[0].aval.shape if eqn.invars else ())
     if name in FACTORISATIONS:
         n, m = sorted(shape[-2:])
         return math.prod(shape[:-2]) * FACTORISATIONS[name](float(m), float(n))
