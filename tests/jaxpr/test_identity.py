@@ -75,6 +75,7 @@ def test_programs_with_other_derivative_rules_differ(make, is_sliced):
 NAMES = jax.checkpoint_policies.save_only_these_names
 
 
+@pytest.mark.parametrize("checkpoint", [jax.checkpoint, jaxsub.policies.checkpoint])
 @pytest.mark.parametrize("policy", [
     NAMES,
     lambda name: jax.checkpoint_policies.save_from_both_policies(NAMES(name), jax.checkpoint_policies.dots_saveable),
@@ -84,11 +85,11 @@ NAMES = jax.checkpoint_policies.save_only_these_names
     lambda name: lambda primitive, *_, **params: params.get("name") == name,
     lambda name: functools.partial(lambda wanted, primitive, *_, **params: params.get("name") == wanted, name),
 ])  # fmt: skip
-def test_programs_with_other_policies_differ(policy):
+def test_programs_with_other_policies_differ(policy, checkpoint):
     """A region's policy is a function, and decides what the gradient needs."""
 
     def traced(name):
-        @functools.partial(jax.checkpoint, policy=policy(name))
+        @functools.partial(checkpoint, policy=policy(name))
         def f(x):
             return jnp.sin(checkpoint_name(jnp.tanh(checkpoint_name(jnp.sin(x), "first")), "second"))
 
