@@ -20,7 +20,7 @@ from jaxsub.diagnosis.findings import Finding
 from jaxsub.diagnosis.subject import Flat, Subject, bind, is_backward, of_loss, returned_anew
 from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.flops import bodies_of, walk
-from jaxsub.jaxpr.policy_calls import careful
+from jaxsub.jaxpr.policy_calls import bare
 from jaxsub.jaxpr.trace import Program
 from jaxsub.search.pipeline import Settings, make_plan
 from jaxsub.step.fused_update import Findings as Updates
@@ -88,7 +88,7 @@ def _is_region(eqn: Any) -> bool:
 
 
 def _policy_name(eqn: Any) -> str:
-    policy = getattr(careful(eqn.params.get("policy")), "policy", None)
+    policy = bare(eqn.params.get("policy"))
     name = getattr(policy, "__qualname__", type(policy).__qualname__).split(".<locals>")[0]
     return "jax.checkpoint" if policy is None else f"policy {name}"
 

@@ -26,8 +26,9 @@ from jaxsub.jaxpr.trace import Program
 
 def flat_kernels(program: Program) -> frozenset[int]:
     """Find the kernels to make flat behind gradient barriers and at the entry of regions: on a single GPU, all."""
-    may_be_split = program.is_sharded or unsaid_devices(program.avals()) > 1  # to flatten such an array gathers it
-    return program.graph.kernels() if is_gpu(program.platform) and not may_be_split else frozenset()
+    if not is_gpu(program.platform) or program.is_sharded or unsaid_devices(program.avals()) > 1:
+        return frozenset()  # to flatten a sharded array would gather it
+    return program.graph.kernels()
 
 
 def barrier(values: Sequence[int], flat: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], None]:

@@ -26,7 +26,7 @@ from jaxsub.jaxpr import compat
 from jaxsub.jaxpr.derivative_rules import RULED, traced_rule
 from jaxsub.jaxpr.flops import bodies_of
 from jaxsub.jaxpr.new_equations import is_over_slices
-from jaxsub.jaxpr.policy_calls import Careful
+from jaxsub.jaxpr.policy_calls import bare
 from jaxsub.jaxpr.rule_residuals import KeptRule
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -116,8 +116,7 @@ def _describe(param: Any, rules: dict[Any, str] | None = None) -> str:
         return _describe_jaxpr(param, rules)
     if hasattr(param, "shape") and hasattr(param, "tobytes"):
         return f"{param.dtype}{param.shape}" + hashlib.sha1(param.tobytes()).hexdigest()
-    if isinstance(param, Careful):
-        return _describe(param.policy, rules)
+    param = bare(param)
     if isinstance(param, functools.partial) or (callable(param) and hasattr(param, "__qualname__")):
         return _describe_function(param, ())
     return _SET.sub(lambda found: ", ".join(sorted(found[1].split(", "))), _ADDRESS.sub("", str(param)))

@@ -33,6 +33,11 @@ def careful(policy: Any) -> Any:
     return policy if policy is None or isinstance(policy, Careful) else Careful(policy)
 
 
+def bare(policy: Any) -> Any:
+    """The policy that a careful one holds; any other as it is."""
+    return policy.policy if isinstance(policy, Careful) else policy
+
+
 def answer(policy: Callable[..., Any], eqn: Any) -> Any:
     """What a policy says of an equation's results."""
     return Careful(policy)(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)

@@ -12,7 +12,7 @@ import jax
 
 from jaxsub.core.budget import Budget
 from jaxsub.core.errors import PolicyError
-from jaxsub.jaxpr.policy_calls import Careful
+from jaxsub.jaxpr.policy_calls import bare
 from jaxsub.policies.kinds import Policy, Recursive, SaveAll, SaveCostly, SaveNothing, SaveWithin, Sqrt
 
 JaxPolicy = Callable[..., Any]
@@ -72,7 +72,7 @@ def label(policy: Policy | JaxPolicy) -> str:
         >>> label(jax.checkpoint_policies.save_from_both_policies(save_all, save_all))
         'save_from_both_policies'
     """
-    policy = policy.policy if isinstance(policy, Careful) else policy
+    policy = bare(policy)
     if isinstance(policy, Policy):
         return str(policy)
     named = [n for n, p in vars(jax.checkpoint_policies).items() if p is policy]

@@ -101,9 +101,6 @@ def best_in_slices(program: Program, target: Target, n_bytes: int, whole: Whole,
     return search.planned(fewest, search.budget)
 
 
-Rank = tuple[bool, bool, float, float]
-
-
 @dataclass(eq=False)
 class _Search:
     """Plans that fit and refusals, with the runs in slices that they are of."""
@@ -122,6 +119,7 @@ class _Search:
 
     postponed: set[Runs] = field(init=False, default_factory=set)
     """What others were expected to recompute less than, or fit already and do."""
+
     is_beaten: bool = field(init=False, default=False)
     """Whether nothing fits yet, and more is expected elsewhere."""
 
@@ -250,7 +248,7 @@ class _Search:
         most = max((1 + TUNING.packing) * self.n_bytes, (1 - TUNING.between_gap) * self._least_measured())
         return expected < most
 
-    def _predicted(self, sets: Collection[Runs], is_last: bool) -> Iterator[tuple[Rank, Runs]]:
+    def _predicted(self, sets: Collection[Runs], is_last: bool) -> Iterator[tuple[tuple[float, ...], Runs]]:
         """Sets worth compiling: do they not fit by prediction (by far is last), are they slow, their cost, a rank."""
         known = self._said()[0] if WHOLE in sets and not self.plans else self._least_cost()
         most = self._least_cost() - TUNING.compile_gain
@@ -264,9 +262,8 @@ class _Search:
                 continue
             found = self._plan_or_refusal(runs, self._corrected() if runs else self._expected())
             if not isinstance(found, Plan):
-                self.leasts.setdefault(sliced_program.places_of(runs), {})[sliced_program.n_slices(runs)] = (
-                    found.least_bytes
-                )
+                leasts = self.leasts.setdefault(sliced_program.places_of(runs), {})
+                leasts[sliced_program.n_slices(runs)] = found.least_bytes
             if is_alike or not isinstance(found, Plan):
                 least = needed_or_least(found) / (self._excess() if runs else 1.0)
                 is_near = is_last or least < TUNING.prediction_error * self.n_bytes
@@ -284,7 +281,7 @@ class _Search:
         What holds the peak is elsewhere, and is there in any number of slices.
         """
         leasts = self.leasts.get(sliced_program.places_of(runs), {})
-        if self.is_asked or len(leasts) < 2 or sliced_program.n_slices(runs) in leasts:
+        if len(leasts) < 2 or sliced_program.n_slices(runs) in leasts:
             return False
         fewest, most = leasts[min(leasts)], leasts[max(leasts)]
         return most >= max((1 - TUNING.between_gap) * fewest, self._least_bytes(WHOLE))
@@ -398,8 +395,10 @@ class _Search:
         except InfeasibleBudgetError as refused:
             if self.is_beaten:
                 raise
-            self.refusals += [(refused, runs)] if refused.least_bytes else []
-            self.postponed |= {runs} if not refused.least_bytes else set()
+            if refused.least_bytes:
+                self.refusals.append((refused, runs))
+            else:
+                self.postponed.add(runs)
             return False
         return True
 
